@@ -41,7 +41,7 @@ class Rounding:
 
     def __init__(self, groups: Any, name: str, bins: tuple[float, ...] | None) -> None:
         if bins is not None:
-            cachegen.BINS = bins
+            cachegen.CacheGen.bins = bins
         self.codec = make_block_codec("cachegen", groups, BLOCK) if name != "int8" else None
         self.num_bytes = self.numbers = 0
 

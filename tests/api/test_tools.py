@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
+from penstock.server.tool_times import ToolUse
 from tests.api.conftest import bundled
 from tests.unit.server.test_parsing_templates import HERMES
 
@@ -210,3 +212,54 @@ def test_strict_leaves_text_alone(client):
     assert content
     assert not calls
     assert finish in ("stop", "length")
+
+
+def test_A21_a_conversation_waits_for_its_tool(tools_server: LiveServer, client) -> None:
+    """What becomes of its blocks is decided when the answer ends in a call: by how long the client expects the tool to
+    take, or by how long it took before. The text is the same."""
+
+    def decided(until: float = 0.0) -> float:
+        """The engine tells its numbers now and then."""
+        deadline = time.monotonic() + 5
+        while True:
+            lines = httpx.get(tools_server.url + "/metrics").text.splitlines()
+            num = sum(float(line.split()[-1]) for line in lines if 'kv_hints_total{action="pause_' in line)
+            if num >= until or time.monotonic() > deadline:
+                return num
+            time.sleep(0.05)
+
+    def said(text: str, **pause: str):
+        hints = {} if pause.get("action") is None else {"extra_body": {"kv_hints": [pause]}}
+        return client.chat.completions.create(
+            model="nano", messages=[{"role": "user", "content": text}], tools=[NOW], tool_choice="required",
+            max_tokens=300, parallel_tool_calls=False, seed=7, **hints,
+        ).choices[0].message  # fmt: skip
+
+    before = decided()
+    plain = said("How is the weather in Bern?").tool_calls[0].function
+    assert decided() == before, "nobody asked for it"
+    asked = said("How is the weather in Bern?", action="pause", expected="20s").tool_calls[0]
+    assert asked.function == plain
+    assert decided(before + 1) == before + 1
+    said("How is the weather in Basel?", action="pause")
+    assert decided() == before + 1, "nobody knows how long it takes"
+    client.chat.completions.create(
+        model="nano", max_tokens=4, tools=[NOW], messages=[
+            {"role": "user", "content": "How is the weather in Bern?"},
+            {"role": "assistant", "tool_calls": [asked.model_dump()]},
+            {"role": "tool", "tool_call_id": asked.id, "content": "Fine."},
+        ],
+    )  # fmt: skip
+    tool_times = tools_server.server.service.tool_times
+    assert 0 < tool_times.expected_s("default", [ToolUse("", "now")]) < 60
+    for stream in (False, True):
+        answer = client.chat.completions.create(
+            model="nano", messages=USER, tools=[NOW], tool_choice="required", max_tokens=300, seed=7, stream=stream,
+            parallel_tool_calls=False, extra_body={"kv_hints": {"actions": [{"action_type": "pause"}]}},
+        )  # fmt: skip
+        if stream:
+            list(answer)
+        assert decided(before + 2 + stream) == before + 2 + stream
+    for wrong in ({"expected": "soon"}, {"expected": 0}, {"ttl": "5m"}):
+        with pytest.raises(openai.BadRequestError, match=r"kv_hints\[0\]\.(expected must be|ttl is no field)"):
+            said("x", action="pause", **wrong)

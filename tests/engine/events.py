@@ -25,6 +25,10 @@ class Follower:
     def __init__(self, *, include_token_ids: bool = False) -> None:
         self.settings = EventSettings(SECRET, include_token_ids)
         self.held: Held = {DEVICE: set(), HOST: set(), DISK: set()}
+        self.texts: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        """What each block follows and holds, as the device's events said."""
+        self.nameless: set[int] = set()
+        """Told of without tokens, because nobody knew them."""
         self.heard: list[KVEvent] = []
 
     def follow(self, core: EngineCore) -> None:
@@ -45,7 +49,9 @@ class Follower:
             assert event.medium is not None
             held = self.held[event.medium]
             if isinstance(event, BlockStored):
-                assert not hashes & held, "a block is stored twice"
+                known = hashes & held if event.medium != DISK or not event.token_ids else hashes & held - self.nameless
+                assert not known, "a block is stored twice"
+                self.read(event)
                 if event.medium == DEVICE:
                     assert event.parent_block_hash is None or event.parent_block_hash in held, "it follows nothing"
                 held |= hashes
@@ -53,7 +59,30 @@ class Follower:
                 assert isinstance(event, BlockRemoved)
                 assert hashes <= held, "what is not there is removed"
                 held -= hashes
+                if event.medium == DISK:
+                    self.nameless -= hashes
         return True
+
+    def read(self, event: BlockStored) -> None:
+        """Tokens are the same in every medium, and follow what is kept; only a store has blocks that nobody read."""
+        if not self.settings.include_token_ids:
+            assert not event.token_ids
+            return
+        if not event.token_ids:
+            assert event.medium == DISK, "tokens are missing"
+            self.nameless |= set(event.block_hashes)
+            return
+        size = len(event.token_ids) // len(event.block_hashes)
+        parent = event.parent_block_hash
+        assert parent is None or any(parent in held for held in self.held.values()), "it follows nothing"
+        for number, name in enumerate(event.block_hashes):
+            text = parent, tuple(event.token_ids[number * size : (number + 1) * size])
+            if event.medium == DEVICE:
+                self.texts[name] = text
+            else:
+                self.nameless.discard(name)
+            assert self.texts[name] == text
+            parent = name
 
 
 def kept(core: EngineCore, requests: Iterable[Request]) -> Held:

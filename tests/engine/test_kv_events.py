@@ -15,6 +15,7 @@ from penstock.core.request import Control, Request
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.kv.block_names import BlockNames
+from penstock.kv.block_texts import ON_THE_WAY, BlockTexts, TextRun
 from penstock.kv.events import EventRecorder, hash_of
 from penstock.kv.store_index import FoundBlock, StoreIndex, names_after
 from penstock.launch.assemble import engine_core
@@ -72,9 +73,15 @@ CASES += [(name, tiers) for name in ("windowed", "slots") for tiers in ("none", 
 def test_who_applies_the_events_has_what_the_engine_keeps(name: str, tiers: str, tmp_path: Path) -> None:
     rng = random.Random(f"events-{name}-{tiers}")
     kinds: set[tuple[type, Any]] = set()
-    for _ in range(2):
-        follower = Follower()
-        turmoil(name, tiers, tmp_path, rng, follower)
+    for tells in (False, True):
+        follower = Follower(include_token_ids=tells)
+        core, _ = turmoil(name, tiers, tmp_path, rng, follower)
+        assert core.kv.events is not None
+        texts = core.kv.events._texts
+        if texts is not None:  # as long as there is a place, and not much longer
+            held = set.union(*follower.held.values())
+            assert texts._texts.keys() >= held - follower.nameless
+            assert len(texts) <= len(held) + (ON_THE_WAY if tiers in ("disk", "both") else 0)
         assert follower.heard[0] == AllBlocksCleared()
         kinds |= {(type(event), getattr(event, "medium", None)) for event in follower.heard}
     expected: set[tuple[type, Any]] = {(BlockStored, DEVICE), (BlockRemoved, DEVICE), (AllBlocksCleared, None)}
@@ -121,6 +128,44 @@ def test_names_chain_and_tokens_are_told_only_if_asked_for() -> None:
         assert [event.parent_block_hash for event in stored] == [None, names[1]]
         assert [event.token_ids for event in stored] == ([text[:8], [5] * 4] if tells else [[], []])
         assert {(event.block_size, event.lora_id, event.lora_name) for event in stored} == {(4, None, None)}
+
+
+def test_a_routers_texts_follow_their_blocks_to_the_disk_and_back(tmp_path: Path) -> None:
+    """A router finds a block by its tokens, in whatever medium it is: so those of the disk's are told as soon as an
+    engine knows them, also of blocks that an earlier one has written."""
+    text = [3 + i * 7 % 23 for i in range(40)]
+    knobs = Knobs(block_size=4, kv_offload=f"disk:{tmp_path},1GiB")
+    first = Follower(include_token_ids=True)
+    core, _ = fake_engine(knobs, events=first)
+    run(core, [request(text, max_tokens=2)])
+    written(core)
+    on_disk = [event for event in first.heard if isinstance(event, BlockStored) and event.medium == DISK]
+    assert sorted(token for event in on_disk for token in event.token_ids) == sorted(text)
+    assert on_disk[0].parent_block_hash is None
+    ended(core)
+    again = Follower(include_token_ids=True)
+    core, _ = fake_engine(knobs, events=again)
+    run(core, [request([7], max_tokens=1)])
+    assert again.nameless == first.held[DISK], "found in the folder: nobody knows what they hold"
+    run(core, [request(text, max_tokens=2)])
+    assert not again.nameless
+    assert {name: again.texts[name] for name in again.held[DISK]} == first.texts
+    ended(core)
+
+
+def test_texts_of_blocks_that_are_nowhere_are_forgotten_in_order() -> None:
+    texts = BlockTexts()
+    texts.learn(TextRun([1, 2, 3], None, [5, 6, 7, 8, 9, 10]))
+    texts.placed([3, 9])
+    texts.removed([1, 2, 3])
+    assert [*texts.runs([3, 1, 2])] == [TextRun([1, 2, 3], None, [5, 6, 7, 8, 9, 10])]
+    assert [*texts.runs([3, 9])] == [TextRun([3], 2, [9, 10])]
+    for name in range(10, 10 + ON_THE_WAY):
+        texts.learn(TextRun([name], None, [1]))
+        texts.removed([name])
+    assert [texts.knows(name) for name in (1, 2, 3, 10, 9 + ON_THE_WAY)] == [False, False, True, True, True]
+    texts.forget()
+    assert len(texts) == 1
 
 
 def chain(tokens: list[int]) -> list[bytes]:

@@ -169,9 +169,9 @@ class CacheConfig(Section):
     )
     kv_offload_format: str = setting(
         "plain",
-        "How blocks are written there. plain: as in memory. cachegen: in some 2.6 bits a number; tokens may change. "
-        "hidden: what keys and values are made of, half of their bytes if all heads have their own; exact in float32. "
-        "Each has its own blocks.",
+        "How blocks are written there. plain: as in memory. cachegen: in 2.6 bits a number (-fine 3.5, -coarse 2); "
+        "tokens may change. hidden: what keys and values come from, half their bytes if heads share none; exact in "
+        "float32. Each has its own blocks.",
         choices=(PLAIN, *BLOCK_CODECS.names(), HIDDEN),
     )
     kv_load_policy: str = setting(

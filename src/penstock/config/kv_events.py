@@ -27,7 +27,7 @@ class KVEventsConfig(Section):
         "blocks themselves.",
     )  # fmt: skip
     encoding: str = setting(
-        "array", "How an event is written. array: as vLLM did up to 0.23. map: as it has since.",
+        "map", "How an event is written. array: as vLLM did up to 0.23. map: as it has since.",
         choices=("array", "map"),
     )  # fmt: skip
     allow_remote: bool = setting(False, "Also bind addresses that other machines can reach.")

@@ -61,5 +61,6 @@ class BlockCodecTraits(NamedTuple):
 
 PLAIN, HIDDEN = "plain", "hidden"
 BLOCK_CODECS: Registry[MakeBlockCodec, BlockCodecTraits] = Registry("kv_offload_format")
-BLOCK_CODECS.add("cachegen", "penstock.runner.cachegen:CacheGen",
-                 BlockCodecTraits(("float32", "float16", "bfloat16"), "rounded and range-coded"))  # fmt: skip
+for _level in ("", "-fine", "-coarse"):
+    BLOCK_CODECS.add("cachegen" + _level, f"penstock.runner.cachegen:CacheGen{_level[1:].title()}",
+                     BlockCodecTraits(("float32", "float16", "bfloat16"), "rounded and range-coded"))  # fmt: skip

@@ -26,6 +26,7 @@ ACTIONS: Mapping[str, frozenset[str]] = {
     "demote": frozenset(("from_token",)),
     "prefetch": frozenset(),
     "share": frozenset(),
+    "pause": frozenset(("expected",)),
 }
 """Actions and their fields."""
 MIN_TTL_S, MAX_TTL_S, DEFAULT_TTL_S = 1.0, 86400.0, 300.0
@@ -44,7 +45,8 @@ class KVHint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         action: a name in ACTIONS.
-        ttl_s: seconds on the engine's clock for which `retain` and `pin` hold, from the end of the request on.
+        ttl_s: seconds on the engine's clock for which `retain` and `pin` hold, from the end of the request on. Of
+            `pause`: how long the tools that the answer calls are expected to take; 0: as long as they did before.
         num_tokens: they hold for the blocks within so many tokens, `demote` for those behind; WHOLE: for all.
     """
 
@@ -80,7 +82,7 @@ def read_hints(given: Any, param: str = "kv_hints") -> list[AskedHint]:
         raise InputError(f"{where} has {len(actions)} actions; at most {MAX_HINTS} are possible", param=where)
     found = [_hint(action, f"{where}[{n}]") for n, action in enumerate(actions)]
     names = [asked.hint.action for asked in found]
-    if "prefetch" in names and ({"retain", "pin", "demote"} & set(names)):
+    if "prefetch" in names and ({"retain", "pin", "demote", "pause"} & set(names)):
         raise InputError(f"{where} prefetches and keeps at once: a request that only loads blocks has none of its own; "
                          "send the other hints with the request that follows", param=where)  # fmt: skip
     return found
@@ -107,6 +109,8 @@ def _hint(action: Any, where: str) -> AskedHint:
     if number is not None and messages is not None:
         raise InputError(f"{at} has both tokens and messages; give one of them", param=f"{at}.messages")
     ttl_s = read_ttl(payload.get("ttl"), f"{at}.ttl") if "ttl" in ACTIONS[name] else 0.0
+    if payload.get("expected") is not None:
+        ttl_s = read_ttl(payload["expected"], f"{at}.expected")
     if name == "demote" and number is None:
         number = 0
     return AskedHint(KVHint(name, ttl_s, WHOLE if number is None else number), messages, where)

@@ -166,7 +166,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
     (mark a sequence as lossy from here on), `reset_prefix_cache`, `evict_prefix_cache` (what nobody uses, and nobody
     has for `age_s` seconds; with `label`, of this tenant alone), `resume` (the call that a request is in has ended and
-    brings `token_ids`).
+    brings `token_ids`), `pause` (a conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s`
+    seconds: `sched.pauses` decides what becomes of its blocks).
     """
 
     kind: str
@@ -175,6 +176,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     label: str | None = None
     token_ids: list[int] = []
     age_s: float = 0.0
+    namespace: bytes = b""
+    expected_s: float = 0.0
 
 
 Intake = Request | Abort | Control

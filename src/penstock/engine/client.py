@@ -91,7 +91,7 @@ class Live:
 
 def _ended(live: Live) -> bool:
     """Whether all of its samples have."""
-    return None not in [sample.finish_reason for sample in live.samples]  # asked often: a generator costs twice this
+    return None not in [sample.finish_reason for sample in live.samples]
 
 
 class OutputProcessor:
@@ -197,7 +197,7 @@ class OutputProcessor:
             live.num_cached = max(live.num_cached, out.num_cached_tokens)
         if out.finish_reason is not None and sample.finish_reason is None:
             self._flush(live, sample, out.finish_reason, out.stop_reason)
-        if _ended(live):
+        if live.samples[out.index].finish_reason is not None and _ended(live):
             live.metrics.finished_s = now
 
     def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
@@ -267,7 +267,7 @@ class OutputProcessor:
         live = self._live[request_id]
         if live.params is None:
             return request_id in self.beams
-        return _ended(live)
+        return live.metrics.finished_s is not None
 
     def find(self, request_id: str) -> Live | None:
         """The state of a request, if it is still followed."""

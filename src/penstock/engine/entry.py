@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.commit import Commit
 
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume")
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause")
 
 
 class Entry:
@@ -126,6 +126,9 @@ class Entry:
             return
         if control.kind == "evict_prefix_cache":
             self._kv.hints.evict(control.label, control.age_s)
+            return
+        if control.kind == "pause":
+            self._scheduler.pauses.between(control.namespace, control.token_ids, control.expected_s)
             return
         group = self._groups.get(control.request_id)
         if group is None:

@@ -2,8 +2,9 @@
 
 A message is (topic, number, batch): the number 8 bytes, big-endian, one more for each batch; the batch msgpack,
 [seconds since 1970, events, 0]. Whoever sees a gap asks for what is missing at `replay_endpoint`: (empty, first number
-that is missed) is answered by (empty, number, batch) for all from there on that are kept, and at the end by the number
--1 without a batch. Source: vLLM's `ZmqEventPublisher`, whose subscribers understand this one.
+that is missed) is answered by (empty, topic, number, batch) for all from there on that are kept, and at the end by the
+number -1 without a batch; with the encoding `array` there is no topic, as there was none then. Source: vLLM's
+`ZmqEventPublisher`, whose subscribers understand this one.
 """
 
 from __future__ import annotations
@@ -148,11 +149,14 @@ class EventPublisher:
         if len(request) != 3 or request[1] or len(request[2]) != 8:
             return
         peer, _, first = request
+        as_since = self._config.encoding == "map"
         with suppress(zmq.ZMQError):
             for name, batch in self._kept:
                 if name >= first:
-                    self._missers.send_multipart((peer, b"", name, batch), zmq.NOBLOCK)
-            self._missers.send_multipart((peer, b"", END, b""), zmq.NOBLOCK)
+                    frames = (self._topic, name, batch) if as_since else (name, batch)
+                    self._missers.send_multipart((peer, b"", *frames), zmq.NOBLOCK)
+            frames = (b"", END, b"") if as_since else (END, b"")
+            self._missers.send_multipart((peer, b"", *frames), zmq.NOBLOCK)
 
 
 def _as_map(event: KVEvent) -> dict[str, Any]:

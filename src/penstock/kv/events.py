@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from penstock.kv.block_names import BlockNames
+from penstock.kv.block_texts import BlockTexts, TextRun
 from penstock.kv.store_index import NAME_BYTES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EventRecorder:
 
     def __init__(self, names: BlockNames, *, include_token_ids: bool, store: StoreIndex | None = None) -> None:
         self._names = names
-        self._tells_tokens = include_token_ids
+        self._texts = BlockTexts() if include_token_ids else None
         self._store = store
         if store is not None:
             store.keeps_changes = True
@@ -53,9 +53,17 @@ class EventRecorder:
         names = self._names.of(seq, end)
         hashes = [hash_of(name) for name in names[first:end]]
         self._device.update(zip(blocks, hashes, strict=True))
+        parent = hash_of(names[first - 1]) if first else None
+        if self._texts is None:
+            self._tell(TextRun(hashes, parent, []), DEVICE)
+            return
         size = self._names.block_size
-        tokens = seq.token_ids[first * size : end * size].tolist() if self._tells_tokens else []
-        self._stored(hashes, hash_of(names[first - 1]) if first else None, tokens, DEVICE)
+        run = TextRun(hashes, parent, seq.token_ids[first * size : end * size].tolist())
+        self._tell(run, DEVICE)
+        found = [name for name in hashes if name in self._disk and not self._texts.knows(name)]
+        self._texts.learn(run)
+        if found:  # told before without tokens, which nobody knew
+            self._stored(found, DISK)
 
     def left(self, blocks: Iterable[Slabs]) -> None:
         """The prefix cache has let go of blocks on the device."""
@@ -65,7 +73,7 @@ class EventRecorder:
         """What the prefix cache has on the device as `blocks` it has in the tier as `copies`, too."""
         hashes = [self._device[block] for block in blocks]
         self._host.update(zip(copies, hashes, strict=True))
-        self._stored(hashes, None, [], HOST)
+        self._stored(hashes, HOST)
 
     def dropped(self, copies: Iterable[Slabs]) -> None:
         """The prefix cache has let go of blocks in the tier."""
@@ -75,6 +83,7 @@ class EventRecorder:
         """The prefix cache is about to forget everything; what a store holds stays."""
         if self._store is None:
             self._events = [AllBlocksCleared()]  # whatever was told before in this step is void
+            self._texts = None if self._texts is None else BlockTexts()
         else:
             self._removed(list(self._device.values()), DEVICE)
             self._removed(list(self._host.values()), HOST)
@@ -87,7 +96,7 @@ class EventRecorder:
             for came, changes in groupby(self._store.take_changes(), key=itemgetter(1)):
                 hashes = self._on_disk(path for path, _ in changes)
                 if came:
-                    self._stored(list(self._more(hashes)), None, [], DISK)
+                    self._stored(list(self._more(hashes)), DISK)
                 else:
                     self._removed(list(self._fewer(hashes)), DISK)
         events, self._events = self._events, []
@@ -114,14 +123,27 @@ class EventRecorder:
                 del self._disk[name]
                 yield name
 
-    def _stored(self, hashes: list[int], parent: int | None, tokens: list[int], medium: str) -> None:
+    def _stored(self, hashes: list[int], medium: str) -> None:
+        """Somewhere else than on the device. With their texts where those are known and to be told."""
+        if self._texts is not None:
+            self._texts.placed(hashes)
+            for run in self._texts.runs(hashes):
+                self._tell(run, medium)
+            hashes = [name for name in hashes if not self._texts.knows(name)]
         if hashes:
-            size = self._names.block_size
-            self._events.append(BlockStored(hashes, parent, tokens, size, None, medium, None))
+            self._tell(TextRun(hashes, None, []), medium)
+
+    def _tell(self, run: TextRun, medium: str) -> None:
+        size = self._names.block_size
+        self._events.append(BlockStored(run.hashes, run.parent, run.tokens, size, None, medium, None))
 
     def _removed(self, hashes: list[int], medium: str) -> None:
         if not hashes:
             return
+        if self._texts is not None:
+            self._texts.removed(hashes)
+            if self._store is None:
+                self._texts.forget()
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.extend(hashes)

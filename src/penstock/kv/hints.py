@@ -6,10 +6,13 @@ steps on the engine's clock, which a run's log has. Only trees heed hints; other
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.base.hashing import digest
 from penstock.core.kv_hints import WHOLE, KVHint
 from penstock.core.protocols import EvictionPolicy
 from penstock.kv.block_pool import BlockPool
@@ -49,7 +52,9 @@ class Hints:
     Attributes:
         now_s: when the step began that is being planned.
         counts: what was done, by action: "retain", "pin", "demote" (sequences), "refused_pin" (beyond a share),
-            "gave_way" (pins that were dropped so that somebody could run).
+            "gave_way" (pins that were dropped so that somebody could run), and what became of conversations that wait
+            for a tool: "pause_preserve", "pause_swap", "pause_discard" (`sched.pauses`).
+        moves: as given.
         num_pinned: blocks that pins hold.
     """
 
@@ -68,7 +73,7 @@ class Hints:
         self._pool = pool
         self._block_size = block_size
         self._pin_share = pin_share
-        self._moves = moves
+        self.moves = moves
         self._demoted = False
 
     def entries(self) -> list[Any]:
@@ -80,7 +85,9 @@ class Hints:
         self.now_s = now_s
         if self._tree is None:
             return
-        self._tree.expire(now_s)
+        self._tree.now_s = now_s
+        if self._tree.retained.ends:
+            self._tree.expire(now_s)
         if self.pins and min(pin.until_s for pin in self.pins) <= now_s:
             over = [pin for pin in self.pins if pin.until_s <= now_s]
             self._set([pin for pin in self.pins if pin.until_s > now_s], over)
@@ -117,7 +124,10 @@ class Hints:
             if hint.num_tokens != WHOLE:
                 blocks = min(blocks, hint.num_tokens // self._block_size)
             if hint.action == "demote":
-                self._demote(cursor.entry, blocks)
+                if blocks and cursor.entry.end > blocks:
+                    self._tree.at(cursor.entry, blocks)  # cut there
+                self._demote(_way(cursor.entry), blocks, moves=self.moves)
+                self.counts["demote"] += 1
             elif blocks and hint.action in ("retain", "pin"):
                 self._keep(hint, seq.request, self._tree.at(cursor.entry, blocks))
 
@@ -191,17 +201,44 @@ class Hints:
             self._tree.release(pin.entry)
         self.num_pinned = num_held(pin.entry for pin in pins)
 
-    def _demote(self, entry: PrefixNode, first: int) -> None:
-        """The blocks behind the first `first` go before all others, unless somebody finds them first."""
+    def _demote(self, nodes: Iterable[PrefixNode], first: int, *, moves: bool) -> None:
+        """Those behind the first `first` blocks go before all others, unless somebody finds them first."""
         assert self._tree is not None
-        if first and entry.end > first:
-            self._tree.at(entry, first)  # cut there
-        for node in _way(entry):
-            if node.start < first:
-                break
+        for node in takewhile(lambda node: node.start >= first, nodes):
             self._tree.retained.demote(node)
-        self.counts["demote"] += 1
-        self._demoted = self._moves
+            self._tree.ranked(node)
+        self._demoted |= moves
+
+    # -- conversations that wait for a tool ----------------------------------------------------------------------
+
+    def find(self, namespace: bytes, tokens: list[int]) -> PrefixNode | None:
+        """Where the blocks of a text end on the device that nobody stands on. None: there are none."""
+        if self._tree is None:
+            return None
+        node = self._tree.reach(digest(namespace, b""), array("i", tokens).tobytes())
+        return None if node is None or node.parent is None or node.locks else node
+
+    def num_alone(self, entry: PrefixNode) -> int:
+        """Blocks up to the end of `entry` from which no other text goes on."""
+        return sum(node.end - node.start for node in _alone(entry))
+
+    def wait(self, entry: PrefixNode, kept_s: float | None, *, moves: bool) -> None:
+        """Those blocks are retained for so long; None: they go first, and (`moves`) at once to the tier below."""
+        assert self._tree is not None
+        if kept_s is None:
+            self._demote(_alone(entry), 0, moves=moves)
+        else:
+            for node in _way(entry):
+                self._tree.retained.retain(node, self.now_s + kept_s)
+                self._tree.ranked(node)
+
+
+def _alone(entry: PrefixNode) -> Iterator[PrefixNode]:
+    """`entry`, and the nodes before it that nothing else follows."""
+    for node in _way(entry):
+        if node.locks or len(node.children) > (node is not entry):
+            break
+        yield node
 
 
 def _way(entry: PrefixNode) -> Iterator[PrefixNode]:

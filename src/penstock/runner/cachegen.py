@@ -1,5 +1,9 @@
 """CacheGen: keys and values of a block as a stream of bits, some 2.6 for a number; another text than was written.
 
+Three levels: `cachegen`, a finer one of some 3.5 bits and a coarser one of some 2. Streams say how they were rounded:
+any of them reads all three. Which one is written is a setting, not what a link was measured to bear: what is read would
+then differ from run to run.
+
 Of a head's tokens in a block a step is derived (`BINS` quarters of the median range of its components), numbers become
 whole steps, and each component sends how far a token is from what the ones before it let expect, by range coding with
 the table that fits it (`csrc/src/kv_stream.cpp`).
@@ -22,16 +26,19 @@ from penstock.ops.native.library import best_library
 
 BINS = (1.0, 0.75, 0.75)
 """Steps in quarters of a head's range, for the first, the middle and the last third of the layers."""
+FINE, COARSE = (0.5, 0.375, 0.375), (1.5, 1.25, 1.25)
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-def bins_of(part: BlockPart) -> npt.NDArray[np.float32]:
+def bins_of(part: BlockPart, bins: tuple[float, ...]) -> npt.NDArray[np.float32]:
     """[layers]"""
-    return np.array([BINS[min(int(depth * len(BINS)), len(BINS) - 1)] for depth in part.depths], np.float32)
+    return np.array([bins[min(int(depth * len(bins)), len(bins) - 1)] for depth in part.depths], np.float32)
 
 
 class CacheGen:
     """A `BlockCodec`. Raises ConfigError where there are no native kernels."""
+
+    bins: tuple[float, ...] = BINS
 
     def __init__(self, parts: tuple[BlockPart, ...]) -> None:
         library = best_library()
@@ -42,7 +49,7 @@ class CacheGen:
             )
         self._encode, self._decode = library.pst_kv_encode, library.pst_kv_decode
         self._parts = [
-            (part.numbers * CACHE_DTYPE_BYTES[part.dtype], bins_of(part),
+            (part.numbers * CACHE_DTYPE_BYTES[part.dtype], bins_of(part, self.bins),
              (_DTYPES[part.dtype], len(part.depths), part.tokens, part.heads, part.dim))
             for part in parts
         ]  # fmt: skip
@@ -75,3 +82,15 @@ class CacheGen:
                 return False
             at, first = at + num_bytes, first + length
         return True
+
+
+class CacheGenFine(CacheGen):
+    """For links that bear more."""
+
+    bins = FINE
+
+
+class CacheGenCoarse(CacheGen):
+    """For links that bear less."""
+
+    bins = COARSE

@@ -1,4 +1,5 @@
-"""Requests that call a tool in the middle: they stop, and go on with its result. What becomes of their cache meanwhile?
+"""Requests that call a tool in the middle: they stop, and go on with its result; and conversations whose answer calls
+one, which go on with another request. What becomes of their cache meanwhile?
 
 Kept on the device it takes room for as long as the call lasts; dropped it has to be computed again, copied to a tier
 and back it takes the time of the copies. Whatever wastes least memory for least time is chosen, at the pace that was
@@ -87,6 +88,7 @@ class Pauses:
         self._calling: dict[int, Sequence] = {}
         """Sequences that have calls before them, or are in one."""
         self._pauses: dict[int, OpenCall] = {}
+        self._watches = False
 
     def entered(self, seq: Sequence) -> None:
         """A sequence is queued."""
@@ -99,6 +101,8 @@ class Pauses:
 
     def begin_step(self, now_s: float) -> None:
         """Calls that have ended are over, and who has come to one begins it. Mutates: sequences, queues."""
+        if not self._calling:
+            return
         for pause in [p for p in self._pauses.values() if p.until_s is not None and p.until_s <= now_s]:
             self.end(pause.seq, pause.call.result)
         for seq in [s for s in self._calling.values() if s.seq_id not in self._pauses and s.num_inflight == 0]:
@@ -135,18 +139,39 @@ class Pauses:
         copy_s = self.pace.copy_s(num_bytes) if kv.swaps.fits(mine) else None
         return PauseCase(mine, others, call.expected_s, self.pace.compute_s(mine), copy_s)
 
-    def _settle(self, seq: Sequence, call: ApiCall) -> None:
+    def between(self, namespace: bytes, tokens: list[int], expected_s: float) -> None:
+        """The tool that the end of `tokens` calls is expected to answer in so many seconds. What becomes of the blocks
+        that nobody else's text goes on from? Kept they leave last until then; copied they go down a tier at once,
+        dropped they leave first. Mutates: the prefix cache."""
+        kv = self._scheduler.kv
+        self._watches = True
+        entry = kv.hints.find(namespace, tokens)
+        if entry is None or not kv.hints.num_alone(entry):
+            return
+        mine = kv.hints.num_alone(entry) * kv.block_size
+        others = sum(s.num_computed for s in self._scheduler.running)
+        copies = kv.hints.moves and kv.swaps.fits(mine)
+        copy_s = self.pace.copy_s(kv.swaps.num_bytes(mine)) if copies else None
+        way = self._way(PauseCase(mine, others, expected_s, self.pace.compute_s(mine), copy_s))
+        kv.hints.wait(entry, expected_s if way == PRESERVE else None, moves=way == SWAP)
+        kv.hints.counts[f"pause_{way}"] += 1
+
+    def _way(self, case: PauseCase) -> str:
         way = self.mode
         if way == "auto":
-            found = wastes(self.case(seq, call))
+            found = wastes(case)
             way = min(found, key=lambda name: found[name])
         self.chosen[way] += 1
+        return way
+
+    def _settle(self, seq: Sequence, call: ApiCall) -> None:
+        way = self._way(self.case(seq, call))
         if way != PRESERVE:
             self._scheduler.preempt(seq, swap=way == SWAP)
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         """What a step took: `result` is in the log of a run, so that a replay decides the same."""
-        if self._calling:
+        if self._calling or self._watches:
             self.pace.observe(output, result.duration_s, self._scheduler.kv.swaps.page_bytes)
 
 

@@ -15,12 +15,13 @@ import msgspec
 from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
-from penstock.core.request import Request
+from penstock.core.request import Control, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.encoding import PromptFit, TextEncoding
 from penstock.server.pins import PinLedger
 from penstock.server.protocols import Admission
+from penstock.server.tool_times import ToolTimes, ToolUse
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
 from penstock.text.validate import (
@@ -95,6 +96,7 @@ class Service:
         self._seed = seed
         self._counter = 0
         self._pins: PinLedger | None = None
+        self.tool_times = ToolTimes()
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -270,8 +272,21 @@ class Service:
             param=call.prompt.param,
             reference=call.reference,
             slo_tpot_s=call.slo_tpot_s,
-            hints=[hint for hint in call.hints if hint.action != "share"],
+            hints=[hint for hint in call.hints if hint.action not in ("share", "pause")],
         )
+
+    def paused(self, call: Call, token_ids: list[int], uses: Sequence[ToolUse]) -> None:
+        """An answer of `call` has ended in tool calls; `token_ids`: the conversation with it."""
+        now_s, tenant = self.clock.now(), call.tenant.name
+        asked = next((hint.ttl_s for hint in call.hints if hint.action == "pause"), None)
+        if asked is None:
+            return
+        expected_s = asked or self.tool_times.expected_s(tenant, uses)
+        self.tool_times.called(tenant, uses, now_s)
+        if expected_s is not None:
+            self.client.control(
+                Control(kind="pause", token_ids=token_ids, namespace=self._namespace(call), expected_s=expected_s)
+            )
 
     @staticmethod
     def _namespace(call: Call) -> bytes:

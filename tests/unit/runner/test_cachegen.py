@@ -38,7 +38,7 @@ def rounded(given: npt.NDArray[np.generic], p: BlockPart) -> npt.NDArray[np.gene
     x = widen(given) if p.dtype == "bfloat16" else given.astype(np.float32)
     with np.errstate(all="ignore"):
         ranges = np.sort(x.max(1) - x.min(1), axis=-1)[..., p.dim // 2]  # [layers, heads]
-        step = ranges * (bins_of(p)[:, None] * np.float32(0.25))
+        step = ranges * (bins_of(p, BINS)[:, None] * np.float32(0.25))
         step = np.maximum(step, np.abs(x).max((1, 3)) / np.float32(16000))
         step = np.where(np.isfinite(x).all((1, 3)), step, np.float32(np.nan))[:, None, :, None].astype(np.float32)
         q = np.where(step > 0, np.clip(np.rint(x / step), -16000, 16000), np.float32(0))
@@ -87,11 +87,11 @@ def test_F42_rounding_is_by_the_layer_and_bounded() -> None:
     p = part(layers=6)
     x = drawn(p, 3)
     _, back = there_and_back(CacheGen((p,)), x)
-    assert bins_of(p).tolist() == [BINS[0]] * 2 + [BINS[1]] * 2 + [BINS[2]] * 2
+    assert bins_of(p, BINS).tolist() == [BINS[0]] * 2 + [BINS[1]] * 2 + [BINS[2]] * 2
     ranges = np.sort(x.max(1) - x.min(1), axis=-1)[..., p.dim // 2]
     error = np.abs(back - x).max((1, 3))
-    assert (error <= ranges * bins_of(p)[:, None] * 0.126).all()
-    assert (error >= ranges * bins_of(p)[:, None] * 0.1).all(), "half a step, nearly"
+    assert (error <= ranges * bins_of(p, BINS)[:, None] * 0.126).all()
+    assert (error >= ranges * bins_of(p, BINS)[:, None] * 0.1).all(), "half a step, nearly"
 
 
 def test_several_planes_and_what_is_too_large() -> None:
@@ -129,3 +129,24 @@ def test_what_it_has_not_written_is_refused_or_some_block() -> None:
 
 def test_it_is_registered() -> None:
     assert BLOCK_CODECS.get("cachegen") is CacheGen
+
+
+def test_F42_a_coarser_level_has_fewer_bytes_and_any_level_reads_all() -> None:
+    p = part(layers=6)
+    x = drawn(p)
+    given = x.tobytes()
+    sizes, errors = [], []
+    for name in ("cachegen-fine", "cachegen", "cachegen-coarse"):
+        made = {other: BLOCK_CODECS.get(other)((p,)) for other in BLOCK_CODECS.names()}
+        data = made[name].encode(memoryview(given))
+        read = set()
+        for codec in made.values():
+            back = bytearray(len(given))
+            assert codec.decode(memoryview(data), memoryview(back))
+            read.add(bytes(back))
+        assert len(read) == 1
+        sizes.append(len(data))
+        errors.append(float(np.abs(np.frombuffer(read.pop(), np.float32) - x.ravel()).mean()))
+    assert sizes == sorted(sizes, reverse=True)
+    assert errors == sorted(errors)
+    assert sizes[0] > 1.2 * sizes[1] > 1.4 * sizes[2]

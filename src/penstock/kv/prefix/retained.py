@@ -15,7 +15,7 @@ class Retained:
     """A node's `rank` follows from what is told here, and from the time (`expire`)."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[float, int, PrefixNode]] = []
+        self.ends: list[tuple[float, int, PrefixNode]] = []
         self._serials = count()
         self._room = 64
 
@@ -39,16 +39,16 @@ class Retained:
     def expire(self, now_s: float) -> list[PrefixNode]:
         """Those whose time is over, which are like others now."""
         over = []
-        while self._ends and self._ends[0][0] <= now_s:
-            until_s, _, node = heappop(self._ends)
+        while self.ends and self.ends[0][0] <= now_s:
+            until_s, _, node = heappop(self.ends)
             if node.until_s == until_s:
                 node.until_s, node.rank = 0.0, PLAIN
                 over.append(node)
         return over
 
     def _push(self, node: PrefixNode) -> None:
-        heappush(self._ends, (node.until_s, next(self._serials), node))
-        if len(self._ends) > self._room:  # those that were evicted, or got more time, do not wait for their end
-            self._ends = [item for item in self._ends if item[2].until_s == item[0]]
-            heapify(self._ends)
-            self._room = 64 + 2 * len(self._ends)
+        heappush(self.ends, (node.until_s, next(self._serials), node))
+        if len(self.ends) > self._room:  # those that were evicted, or got more time, do not wait for their end
+            self.ends = [item for item in self.ends if item[2].until_s == item[0]]
+            heapify(self.ends)
+            self._room = 64 + 2 * len(self.ends)

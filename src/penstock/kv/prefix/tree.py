@@ -244,6 +244,17 @@ class PrefixTree:
             node = node.parent
         return node if node.parent is None else self._ending_at(node, num_blocks)
 
+    def reach(self, namespace: bytes, raw: bytes) -> PrefixNode | None:
+        """The node on the device in which a text ends as far as it is there, given by its tokens' bytes (int32); maybe
+        the root."""
+        node, end = self._roots.get(namespace), len(raw) // self.block_bytes
+        while node is not None and node.end < end:
+            child, common = self._next(node, raw)
+            if child is None or not child.slabs or common < min(child.end, end) - child.start:
+                break
+            node = child
+        return node
+
     def demote_all(self, tenant: str | None, before_s: float) -> int:
         """What nobody stands on, and nobody has since `before_s`, is to go first, retained or not: how many blocks.
 
@@ -257,16 +268,18 @@ class PrefixTree:
             if node.parent is not None and not node.locks and node.used_s <= before_s:
                 node.rank, node.until_s = DEMOTED, 0.0
                 num += node.end - node.start
-                if node.queued:
-                    (self._leaves if node.slabs else self._far).push(node)
+                self.ranked(node)
         return num
+
+    def ranked(self, node: PrefixNode) -> None:
+        """Its rank has changed."""
+        if node.queued:
+            (self._leaves if node.slabs else self._far).push(node)
 
     def expire(self, now_s: float) -> None:
         """What was retained until now is like any other."""
-        self.now_s = now_s
         for node in self.retained.expire(now_s):
-            if node.queued:
-                (self._leaves if node.slabs else self._far).push(node)
+            self.ranked(node)
             if node.checkpoint is not None and node.checkpoint.queued:
                 self._checkpoints.push(node.checkpoint)
 

@@ -100,7 +100,7 @@ _TIER_GAUGES = (
     ("kv_tier_limit_bytes", "Bytes that the tier may take.", "limit_bytes"),
     ("kv_tier_pinned_blocks", "Blocks that hints have pinned.", "pinned"),
 )
-_HINTS = ("retain", "pin", "demote", "refused_pin", "gave_way")
+_HINTS = ("retain", "pin", "demote", "refused_pin", "gave_way", "pause_preserve", "pause_swap", "pause_discard")
 _STORE_GAUGES = (
     ("store_blocks", "Blocks in the store outside the engine (kv_offload)."),
     ("store_bytes", "Bytes of these."),

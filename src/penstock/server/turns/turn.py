@@ -26,6 +26,7 @@ from penstock.server.parsing.events import CallArguments, CallStart, Content, Ev
 from penstock.server.parsing.tools import bound_by
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
+from penstock.server.tool_times import ToolUse
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_chat
 from penstock.server.turns.hints import in_tokens, written
@@ -90,9 +91,13 @@ class Turn:
 
     def __init__(
         self, call: Call, stream: Stream, parsers: list[OutputParser | None], *, speculates: bool = False,
-        block_size: int = 0,
+        block_size: int = 0, paused: Callable[[Call, list[int], Sequence[ToolUse]], None] | None = None,
     ) -> None:  # fmt: skip
-        """`block_size`: of the prefix cache; 0: there is none."""
+        """`block_size`: of the prefix cache; 0: there is none. `paused`: is told if the answer, the only one, ends in
+        tool calls."""
+        self._paused = paused
+        self._uses: list[ToolUse] = []
+        self._said: list[int] = []
         self._block_size = block_size
         self.call = call
         self.stream = stream
@@ -125,11 +130,17 @@ class Turn:
             events = parser.feed(delta.text) if delta.text else []
             if delta.finish_reason is not None:
                 events = [*events, *parser.finish()]
-        if any(isinstance(e, CallStart) for e in events):
+        uses = [ToolUse(e.id, e.name) for e in events if isinstance(e, CallStart)]
+        if uses:
             self._called[delta.index] = True
         reason = delta.finish_reason if delta.finish_reason in FINISHES else None
         if reason == "stop" and self._called[delta.index]:
             reason = "tool_calls"
+        if self._paused is not None:
+            self._uses += uses
+            self._said += delta.token_ids
+            if reason == "tool_calls":
+                self._paused(self.call, [*self.prompt.ids, *self._said], self._uses)
         return Piece(delta.index, events, delta, reason, delta.stop_reason)
 
     async def answers(self, look: Callable[[Piece], None] = lambda _: None) -> list[Answer]:
@@ -241,6 +252,7 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
     limits, max_tokens = server.service.limits, asked.params.max_tokens
     check_truncation(asked.truncate, limits, asked.compression)
+    server.service.tool_times.answered(caller.tenant.name, asked.messages, server.service.clock.now())
     messages, shown_tools = shown(server, asked.messages, tools, choice, asked.chat_template)
     asked = replace(asked, messages=messages)
     asker = asker_of(caller, asked.options.timeout_s)
@@ -286,4 +298,8 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         stream = await server.service.submit(call)
     info = server.client.info
     size = info.block_size if info is not None and info.caches_prefixes else 0
-    return Turn(call, stream, parsers, speculates=server.speculates, block_size=size)
+    waits = asked.params.n == 1 and any(hint.action == "pause" for hint in call.hints)
+    return Turn(
+        call, stream, parsers, speculates=server.speculates, block_size=size,
+        paused=server.service.paused if waits else None,
+    )  # fmt: skip
