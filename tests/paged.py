@@ -36,11 +36,12 @@ class Paged:
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, npt.NDArray[Any]], *, kv_dtype: str = "float32",
-        block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0,
+        block_size: int = 4, attention: Any = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0,
         ops: OpTable = REF, rotation: str = "none", reading: Reading = PLAIN, lanes: int = 1,
     ) -> None:  # fmt: skip
         self.spec, self.block_size = spec, block_size
-        self.groups = cache_groups(spec, kv_dtype, lanes, bounds=reading.pages is not None)
+        part = 0.0 if reading.tokens is None else reading.tokens.rank
+        self.groups = cache_groups(spec, kv_dtype, lanes, bounds=reading.pages is not None, part=part)
         self.graph = build(
             spec, dict(weights), self.groups, max_model_len=max_model_len, rotation=rotation, reading=reading
         )

@@ -76,6 +76,7 @@ SWITCHES: tuple[Switch, ...] = (
     selector("fastgen"),
     selector("retrieval", profile="{files}/heads.json"),
     selector("quest", headline=True),
+    selector("infinigen", dense_layers=1, recent=4, reach=0.5),
     Switch("rope linear", "positions", scaled("linear"), exact=False),
     Switch("rope ntk", "positions", scaled("ntk"), exact=False),
     Switch("rope dynamic", "positions", scaled("dynamic"), exact=False),

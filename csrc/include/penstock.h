@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 12
+#define PST_ABI 13
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -188,11 +188,17 @@ typedef struct pst_register {
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
  *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys. p3? pst_pages: it sees
  *                the likeliest pages only. in1? routes of PST_CHOOSE: a token that sees more than in1 is wide reads the
- *                tokens in those slots, as if there were no others; then without window, chunk, slopes, p2 and p3
+ *                tokens in those slots, as if there were no others; then without window, chunk, slopes, p2 and p3. in2?
+ *                what PST_REHEARSE found, p3 its pst_pages: the same for tokens that it chose for
  * PST_CHOOSE     out [T, K] = the slots of the K tokens whose scores are best of those that a token sees, ascending, for
  *                tokens that see more than K (the others' rows are left as they are); of equal scores the lowest slots,
  *                a NaN last. A token is worth the sum over the heads, in order, of in1 [T, n2] * max(0, f0 q.k) of in0 q
  *                [T, n2, n3] and keys k [n3] of layer n1 of group n0, in plane n4. No sequence has more than n5 tokens
+ * PST_REHEARSE   out [T, n3 * W] = bits of the slots, 32 to a number and W = max_tokens / 32, rounded up, numbers for each
+ *                kv head, that tokens read, of in0 rehearsed queries [T, n2 H, n4] and parts of keys [n3 G, n4] of layer n1
+ *                of group n0, in plane n5: see pst_pages. n6 0: of the first token of each sequence in the step, 1: of its
+ *                others, whose keys PST_WRITE must have kept. f0 scale of q.k, f1 reach; p3 pst_pages; p0? int64 [2]: added
+ *                are the tokens read, head by head, and those there were, of tokens that chose
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
@@ -300,7 +306,7 @@ enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
-    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
+    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33, PST_REHEARSE,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
     PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6
@@ -331,7 +337,11 @@ typedef struct pst_rotation {
  * that it could see), the pages of the `recent` last tokens and of the others those with the largest sum over the components of max(q low, q high) of any of the kv head's
  * queries, equals in order. What it sees it sees as if there were no more: without window, chunk, slopes or rotation.
  * `low` and `high` are the planes that PST_WRITE keeps, one offset per page, of the type of the keys (of float32 beside
- * PST_I8). Sequences with more than `max_tokens` pages are read whole. */
+ * PST_I8). Sequences with more than `max_tokens` pages are read whole.
+ *
+ * Of PST_REHEARSE: the same tokens choose tokens, if they see more than the budget: the `recent` last ones, itself among
+ * them, and as many as lie within the reach of a query's largest score, in the mean of the kv heads, at most the budget:
+ * those with the largest sums over the kv head's queries of their weights, equals in order. */
 typedef struct pst_pages {
     double share;
     int32_t low, high, tokens, recent, max_tokens;

@@ -29,7 +29,8 @@ struct Attend final : Op {
     pst_register queries, out;
     Rule rule;
     PageChoice choice;
-    pst_register slots_of;  // what PST_CHOOSE found, of width `most`, if any
+    pst_register slots_of;  // what PST_CHOOSE found, of width `most`, if any; or, if `rehearsed`, bits
+    bool rehearsed = false;
     int most = 0;
     int group, heads, dim;
     int kv_heads, per;  // of the query heads `per` and `per` read a kv head; where there are many, `parts` times the same
@@ -129,7 +130,7 @@ struct Attend final : Op {
                 Block& block = own.blocks[made.blocks++];
                 block = Block(step, rule, b, t, count);
                 block.row = row + t - first;
-                block.picks = alone && (most || !block.mask);
+                block.picks = alone && (most || !block.mask) && (!rehearsed || chose(block));
                 total += (block.picks ? read(step, block) : block.work()) * kv_heads;
                 spans += block.picks ? 1 : block.spans();
                 longest = std::max(longest, block.count);
@@ -160,9 +161,15 @@ struct Attend final : Op {
         return step.positions[t] + 1 - dropped(step.groups[group], b, lines.layer);
     }
 
+    // Whether PST_REHEARSE chose for a block's one token.
+    bool chose(const Block& block) const {
+        return block.end <= choice.how.max_tokens && choice.most_tokens(block.end) < block.end;
+    }
+
     // Keys that a block reads which picks them.
     int64_t read(const pst_step& step, const Block& block) const {
         if (most) return most;
+        if (rehearsed) return choice.most_tokens(block.end);
         int size = step.groups[group].block_size;
         return int64_t(choice.count(block.end, size)) * size;
     }
@@ -390,6 +397,23 @@ struct Attend final : Op {
         attend_alone(pages, whole.behind(rule, block.positions[0] + 1 - most), some, own);
     }
 
+    // One token, which reads of each kv head the tokens that were chosen: as if its sequence had no others.
+    void attend_rehearsed(const Context& context, const Block& block, Heads some, const Own& own) const {
+        auto* slots = reinterpret_cast<int32_t*>(own.choice);
+        const int words = slots_of.width / kv_heads;
+        auto* bits = reinterpret_cast<const uint32_t*>(slots_of.data + block.first * slots_of.stride);
+        Pages pages = pages_of(context, block, some);
+        pages.slots = slots;
+        for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
+            int count = 0;
+            for (int i = 0; i <= (block.end - 1) / 32; i++)
+                for (uint32_t left = bits[one.first * words + i]; left; left &= left - 1)
+                    if (int slot = 32 * i + __builtin_ctz(left); slot < block.end) slots[count++] = slot;
+            if (!count) slots[count++] = block.end - 1;  // nobody rehearsed: its own key, which it surely sees
+            attend_alone(pages, block.behind(rule, block.end - count), one, own);
+        }
+    }
+
     // One token, which reads of each kv head the pages that it chooses: as if its sequence had no others.
     void attend_chosen(const Context& context, const Block& block, Heads some, const Own& own) const {
         Block whole = kept(context, block, some);
@@ -456,6 +480,7 @@ struct Attend final : Op {
                 const Block& block = own.blocks[made.blocks - 1 - i / parts];
                 Heads some{int(i % parts) * made.together, made.together};
                 if (block.picks && most) attend_slots(context, block, some, own);
+                else if (block.picks && rehearsed) attend_rehearsed(context, block, some, own);
                 else if (block.picks) attend_chosen(context, block, some, own);
                 else if (!block.split)
                     attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
@@ -513,7 +538,16 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     made->rule.soft_cap = op.f[1];
     made->rule.window = op.n[8];
     made->rule.chunk = op.n[9];
-    if (op.p[3]) {
+    if (op.p[3] && op.in[2] >= 0) {
+        made->choice = PageChoice(*static_cast<const pst_pages*>(op.p[3]));
+        made->rehearsed = true;
+        made->slots_of = maker.reg(op.in[2]);
+        check(!op.n[8] && !op.n[9] && !op.p[0] && !op.p[2] && op.in[1] < 0 && !behind && made->lines.count == 1,
+              "rehearsed tokens go without window, chunk, slopes, rotation, lines and other choices");
+        check(made->slots_of.rows == PST_ROWS_TOKENS && made->parts == 1 &&
+                  made->slots_of.width == made->kv_heads * ((made->choice.how.max_tokens + 31) / 32),
+              "what was rehearsed has a bit for every token");
+    } else if (op.p[3]) {
         const pst_pages& how = *static_cast<const pst_pages*>(op.p[3]);
         check(!op.n[8] && !op.n[9] && !op.p[0] && !op.p[2], "chosen pages go without window, chunk, slopes and rotation");
         const pst_plane &low = maker.plane(op.n[0], how.low), &high = maker.plane(op.n[0], how.high);

@@ -115,6 +115,17 @@ PageChoice::PageChoice(const pst_pages& how, const pst_plane& keys, const pst_pl
     PageBounds(keys, {}, low, high);
 }
 
+PageChoice::PageChoice(const pst_pages& how) : wanted(true), how(how), low{}, high{} {
+    check(how.max_tokens > 0 && how.max_tokens < 1 << 24 && how.tokens >= 0 && how.recent > 0 &&
+              (how.tokens || (how.share > 0 && how.share <= 1)),
+          "a budget of tokens makes no sense");
+}
+
+int PageChoice::most_tokens(int slots) const {
+    double tokens = how.tokens ? how.tokens : std::ceil(how.share * slots - 1e-9);
+    return std::min(slots, std::max(int(std::min(tokens, double(slots))), how.recent));
+}
+
 // Ranks twice, numbers of pages, and the queries' halves.
 int PageChoice::first_token(const pst_step& step, int b) const {
     int first = step.query_start_loc[b], end = step.query_start_loc[b + 1];

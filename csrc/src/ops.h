@@ -69,7 +69,7 @@ using OpPtr = std::unique_ptr<Op>;
 
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
-// PST_ATTEND; choose.cpp: PST_CHOOSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; streams.cpp: PST_STREAMS, MATCH,
+// PST_ATTEND; choose.cpp: PST_CHOOSE; rehearse.cpp: PST_REHEARSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; streams.cpp: PST_STREAMS, MATCH,
 // CUT_OFF; connections.cpp and entries.cpp: those of weighed streams, and of entries; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
@@ -79,6 +79,7 @@ OpPtr make_latent(const pst_op& op, const Maker& maker);
 OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
 OpPtr make_choose(const pst_op& op, const Maker& maker);
+OpPtr make_rehearse(const pst_op& op, const Maker& maker);
 OpPtr make_route(const pst_op& op, const Maker& maker);
 OpPtr make_experts(const pst_op& op, const Maker& maker);
 OpPtr make_state(const pst_op& op, const Maker& maker);

@@ -26,11 +26,15 @@ struct PageChoice {
     bool wanted = false;
     pst_pages how;
     pst_plane low, high;
-    int per, dim, padded;
+    int per = 0, dim = 0, padded = 0;
 
     PageChoice() = default;
     PageChoice(const pst_pages& how, const pst_plane& keys, const pst_plane& low, const pst_plane& high, int per);
+    // Of tokens that were rehearsed: it only says who chooses, and how many at most.
+    explicit PageChoice(const pst_pages& how);
     int64_t bytes() const;
+    // Tokens that one with `slots` slots reads at most.
+    int most_tokens(int slots) const;
     // The first token of a sequence in the step that chooses its pages; a larger number if none does.
     int first_token(const pst_step& step, int b) const;
     // How many of its pages a token reads that has `slots` slots; itself is in the last.

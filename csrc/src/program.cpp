@@ -23,6 +23,7 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_WRITE:
         case PST_ATTEND: return make_cache(op, maker);
         case PST_CHOOSE: return make_choose(op, maker);
+        case PST_REHEARSE: return make_rehearse(op, maker);
         case PST_ROUTE: return make_route(op, maker);
         case PST_EXPERTS: return make_experts(op, maker);
         case PST_SPREAD:

@@ -15,7 +15,7 @@ from penstock.select import KV_SELECTORS
 from tests.selecting import GROUP, HEADS, LAYERS, causal, config_of, selector
 
 I32 = npt.NDArray[np.int32]
-DROP_NOTHING = {"quest"}
+DROP_NOTHING = {"infinigen", "quest"}
 """Those that only read less: no line of theirs is cut."""
 OWN_IDENTITY: dict[str, dict[str, Any]] = {"fastgen": {"threshold": 1.0}}
 """At a full budget fastgen keeps what its threshold says, so it is whole at threshold 1."""

@@ -24,7 +24,10 @@ from tests.oracle import NaiveModel
 from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
-OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16}
+OPTIONS: dict[str, Any] = {
+    "sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16, "reach": 0.5,
+    "dense_layers": 1,
+}  # fmt: skip
 CUTTING = [name for name in KV_SELECTORS if KV_SELECTORS.traits(name).drops != "nothing" and name != "retrieval"
            and not KV_SELECTORS.traits(name).halves]  # fmt: skip
 CONTROLS = ["preempt", "preempt", "reset_prefix_cache"]

@@ -24,7 +24,9 @@ from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.kv_codec import KV_CODECS
 from penstock.core.matrix_format import parse_scheme, rounded_matrices
 from penstock.core.sampling import TokenRules
+from penstock.core.selection import TokenReads
 from penstock.launch.backend import choose_ops
+from penstock.model.emitter import Reading
 from penstock.ops import draw_weights
 from penstock.ops.plan import StepPlan
 from penstock.ops.ref import REF
@@ -255,3 +257,19 @@ def test_equal_numbers_are_copied_once() -> None:
     assert step.on_device(np.array([1, 2], np.int32)) is one
     assert step.on_device(np.array([[1, 2]], np.int32)).shape == (1, 2)
     assert step.on_device(np.array([1, 3], np.int32)).tolist() == [1, 3]
+
+
+def test_B18_what_is_rehearsed_is_read() -> None:
+    """Tokens that were chosen a layer ahead, by the reference, and no others."""
+    ids = tuple(int(x) for x in np.random.default_rng(2).integers(3, 60, 64))
+    spec, weights = specs.make("llama_gqa")
+    reading = Reading(tokens=TokenReads(share=0.3, recent=3, reach=0.05))
+    drivers = [Paged(spec, weights, num_slabs=40, reading=reading) for _ in range(2)]
+    drivers[1].on(TorchBackend(CPU, invariant=True))
+    got = []
+    for driver in drivers:
+        driver.choose_from["a"] = 40
+        got.append(driver.chunked("a", ids, (40, 1, 3, 20)))
+    np.testing.assert_allclose(got[1], got[0], atol=2e-3)
+    plain = Paged(spec, weights).chunked("a", ids, (64,))
+    assert np.abs(got[0][40:] - plain[40:]).max() > 0.02

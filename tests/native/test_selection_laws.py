@@ -23,6 +23,7 @@ CASES = [
     ("h2o", "float32", "int8"), ("snapkv", "float32", "float32"), ("snapkv", "bfloat16", "bfloat16"),
     ("pyramidkv", "float32", "float32"), ("adakv", "float16", "float16"), ("fastgen", "float32", "float32"),
     ("quest", "float32", "float32"), ("quest", "bfloat16", "bfloat16"), ("quest", "bfloat16", "int8"),
+    ("infinigen", "float32", "float32"), ("infinigen", "bfloat16", "int8"),
 ]  # fmt: skip
 
 
@@ -60,12 +61,28 @@ def test_tokens_are_those_of_the_request_alone(name: str, dtype: str, kv_dtype: 
         assert {request_id: collector.requests[request_id].tokens for request_id in want} == want, knobs
 
 
-def test_F13_at_a_full_budget_quest_reads_what_everybody_reads() -> None:
+def test_F13_B18_at_a_full_budget_everybody_reads_the_same() -> None:
     spec, weights = weights_as("llama_gqa", "float32")
     tokens = []
-    for selector in ("none", "quest"):
+    for selector in ("none", "quest", "infinigen"):
         given = None if selector == "none" else settings_of(selector)
         knobs = Knobs(block_size=2, num_blocks=256, selector=selector, kept="100%", selector_config=given, ops="native")
         found = run(real_engine(spec, weights, knobs), workload(spec.vocab_size))
         tokens.append({request_id: c.tokens for request_id, c in found.items()})
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_B18_what_is_read_is_counted() -> None:
+    spec, weights = weights_as("llama_gqa", "float32")
+    counted = {}
+    for kept in ("100%", "40%"):
+        knobs = Knobs(
+            block_size=4, num_blocks=256, selector="infinigen", kept=kept, ops="native",
+            selector_config=settings_of("infinigen"),
+        )  # fmt: skip
+        core = real_engine(spec, weights, knobs)
+        run(core, workload(spec.vocab_size))
+        counted[kept] = core.stats.num_chosen_tokens, core.stats.num_choosable_tokens
+    assert counted["100%"] == (0, 0), "what reads everything chooses nothing"
+    read, seen = counted["40%"]
+    assert 0 < read <= 0.45 * seen

@@ -59,8 +59,17 @@ class SelectionOptions(Section):
         0.5, "leankv: share of the budget that holds tokens at half the bits, two in the room of one.", minimum=0.0,
         maximum=1.0,
     )  # fmt: skip
-    dense_layers: int = setting(2, "quest: first layers that read everything.", minimum=0)
-    profile: str | None = setting(None, "retrieval: file with each head's score, as penstock writes it.")
+    dense_layers: int = setting(
+        2, "quest, infinigen: first layers that read everything; infinigen: 1 at least.", minimum=0
+    )
+    reach: float = setting(4.0, "infinigen: how far below the largest score tokens are read, in nats.", minimum=0.0)
+    rank: float = setting(
+        1.0, "infinigen: share of the keys' components that are rehearsed; below 1 it needs a profile.",
+        above=0.0, maximum=1.0,
+    )  # fmt: skip
+    profile: str | None = setting(
+        None, "retrieval: file with each head's score; infinigen: with the turns of heads, as penstock writes them."
+    )
     heads: float = setting(0.25, "retrieval: share of heads that keep everything.", minimum=0.0, maximum=1.0)
     keep: str = setting(
         "retrieval", "retrieval: which heads keep everything.", choices=("retrieval", "streaming", "random")
@@ -102,6 +111,7 @@ class Keeping(NamedTuple):
     always: bool = False
     aside: bool = False
     halves: bool = False
+    ahead: bool = False
 
 
 def parse_budget(text: str) -> Budget:

@@ -194,8 +194,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     errors: list[RowError] = []
     duration_s: float = 0.0
     pooled: list[Pooled] = []
-    ended: list[int] = []
-    """Rows that are complete by their own rules: no token follows, and none is missing."""
+    ended: list[int] = []  # rows that are complete by their own rules: no token follows, and none is missing
     grammars: tuple[int, int, int] | None = None
     """Compile cache of a rank that has used it: hits, misses and bytes."""
     verified: list[Verified] = []
@@ -205,6 +204,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """Loads that have ended (the `move` of their LoadOps), each reported once: True, they have arrived; False, what was
     found is not what was stored, and what rows read of their pages is void. Nearly always none."""
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
+    chosen: tuple[int, int] = (0, 0)  # tokens of kv heads that were read by choice, and that were there
     misses: dict[str, int] = {}
     """Blocks of tiers outside that could not be read, by tier and reason ("remote:slow"). Nearly always none."""
     read: tuple[int, float, float] | None = None  # see `BlockFiles.took`

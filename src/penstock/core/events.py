@@ -82,6 +82,9 @@ class EngineStats:
     peak_running: int = 0
     num_late_compilations: int = 0
     """Kernels compiled after the rank was ready, while streams waited."""
+    num_chosen_tokens: int = 0
+    """Tokens of a layer's kv head that were read because they were chosen; `num_choosable_tokens`: that were there."""
+    num_choosable_tokens: int = 0
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0
@@ -99,6 +102,12 @@ class EngineStats:
     spec_plain_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
+
+    def ran(self, late: int, chosen: int, choosable: int) -> None:
+        """A step: `num_late` and `chosen` of its `StepOutput`."""
+        self.num_late_compilations += late
+        self.num_chosen_tokens += chosen
+        self.num_choosable_tokens += choosable
 
     def counters(self) -> dict[str, float]:
         """All of them as flat numbers; `accepted_at` as num_accepted_at_0, num_accepted_at_1, ..."""

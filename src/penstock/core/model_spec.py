@@ -31,7 +31,7 @@ from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.mixers.streams import Streams
 from penstock.core.router import Router
-from penstock.core.selection import BOUNDS
+from penstock.core.selection import BOUNDS, PARTIAL, num_components
 
 __all__ = [
     "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention",
@@ -271,12 +271,15 @@ def _can_read(mixer: Mixer | None, source: Mixer | None) -> bool:
     return alike and (source.reach is None or (mixer.reach is not None and mixer.reach <= source.reach))
 
 
-def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> CacheSpec | None:
+def cache_spec(
+    layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, part: float = 0.0
+) -> CacheSpec | None:
     """What one layer keeps between steps; None for a layer without a mixer, and for one that reads the keys and values
     of another (`Layer.kv_from`). Recurrent state is always float32.
 
     `lanes`: runs of kv heads with pages of their own (attention only). `bounds`: pages have the bounds of their keys
-    (`core.selection.PageReads`; attention without a window only).
+    (`core.selection.PageReads`; attention without a window only). `part`: share of the keys' components that are kept
+    once more, instead of bounds.
     """
     if layer.mixer is None or layer.kv_from is not None:
         return None
@@ -290,18 +293,23 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
         dtype = KV_CODECS.traits(kv_dtype).bounds
         besides = tuple(PlaneSpec(name, keys.heads, keys.dim, dtype) for name in BOUNDS)
         spec = msgspec.structs.replace(spec, page_planes=besides)
+    if part:
+        keys = spec.planes[0]
+        once_more = PlaneSpec(PARTIAL, keys.heads, num_components(part, keys.dim), KV_CODECS.traits(kv_dtype).bounds)
+        spec = msgspec.structs.replace(spec, planes=(*spec.planes, once_more))
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
 
 
 def cache_specs(
-    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, hidden: bool = False
+    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, part: float = 0.0, hidden: bool = False
 ) -> list[tuple[CacheSpec, ...]]:
     """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
     are further ones (`core.mixers.attention.Attention.caches`), and so are entries of several tokens
     (`core.mixers.compressed.EntryAttention.caches`). `kv_dtype`: see `core.kv_format`.
 
-    `lanes`, `bounds`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always
-    is. `hidden`: pages also have what keys and values are made of, in their type (`plan.hidden` says of which models).
+    `lanes`, `bounds`, `part`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it
+    always is. `hidden`: pages also have what keys and values are made of, in their type (`plan.hidden` says of which
+    models).
     """
     kv = parse_kv_format(kv_dtype)
     out: list[tuple[CacheSpec, ...]] = []
@@ -312,7 +320,7 @@ def cache_specs(
         elif isinstance(layer.mixer, EntryAttention):
             out.append(layer.mixer.caches(how.plain or "float32"))
         else:
-            one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
+            one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds, part=part)
             if hidden and one is not None:
                 more = PlaneSpec(HIDDEN, 1, spec.hidden_size, how.plain or "float32")
                 one = msgspec.structs.replace(one, planes=(*one.planes, more))
@@ -321,10 +329,10 @@ def cache_specs(
 
 
 def cache_groups(
-    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, hidden: bool = False
+    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, part: float = 0.0, hidden: bool = False
 ) -> tuple[CacheGroup, ...]:
     """The groups of a model: first those of what every layer keeps, then those of newest, then of first tokens."""
-    kept = cache_specs(spec, kv_dtype, lanes, bounds=bounds, hidden=hidden)
+    kept = cache_specs(spec, kv_dtype, lanes, bounds=bounds, part=part, hidden=hidden)
     groups: list[CacheGroup] = []
     for i in range(max((len(own) for own in kept), default=0)):
         more = group_layers([own[i] if i < len(own) else None for own in kept])

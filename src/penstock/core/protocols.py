@@ -479,7 +479,7 @@ class AttentionBackend(Protocol):
         scale: float, window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: npt.NDArray[np.float32] | None = None, sinks: npt.NDArray[np.float32] | None = None,
         rotation: tuple[npt.NDArray[np.float32], bool, int] | None = None, kept: Any = None,
-        pages: PageReads | None = None,
+        pages: PageReads | None = None, chosen: Any = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """q [T, H, D] -> [T, H, W].
 
@@ -493,8 +493,9 @@ class AttentionBackend(Protocol):
         tokens (`ops.plan.GroupPlan`) see slots for positions, and have no windows, chunks or slopes. `kept` (an
         `ops.kept.Kept`, only without window and chunk) says where newest and first tokens are, if codes are all that
         `group` has of the others. With `pages` a token that chooses (`ops.step.Step.chooses`) reads some pages only,
-        each kv head its own. The result of a token must not depend, bit for bit, on the other tokens of the step, on
-        where its pages lie or on how its context was cut into steps. Mutates nothing.
+        each kv head its own. With `chosen` (a `TokenReads`) it
+        reads what op `rehearse` has left for it, if anything. The result of a token must not depend, bit for bit, on
+        the other tokens of the step, on where its pages lie or on how its context was cut into steps. Mutates nothing.
         """
         ...
 

@@ -60,6 +60,44 @@ class PageReads:
         return min(pages, max(-(-tokens // block_size), pages - self.first_recent(num_tokens, block_size)))
 
 
+PARTIAL = "k_part"
+"""The plane of those components of keys by which a layer's attention is rehearsed."""
+
+
+@dataclass(frozen=True)
+class TokenReads:
+    """How much of a long context a token behind its prompt reads: tokens, chosen for each kv head one layer ahead by
+    what its queries would score, all but its own and those of the first layers. All are kept.
+
+    Attributes:
+        tokens, share: at most, as `config.selection.Budget` has it. Where all fit, all are read.
+        recent: so many last tokens are always read, itself among them. They count.
+        dense_layers: so many first layers read everything: one at least, for nobody can rehearse the first.
+        reach: how far below the largest rehearsed score of any of a head's queries, in nats, tokens may lie: all heads
+            read as many as do in the mean.
+        rank: share of the keys' components that rehearsals read.
+
+    Source: InfiniGen, arXiv 2406.19707, section 4.3 (its alpha is `reach`).
+    """
+
+    tokens: int | None = None
+    share: float = 1.0
+    recent: int = 8
+    dense_layers: int = 1
+    reach: float = 4.0
+    rank: float = 1.0
+
+    def most(self, num_tokens: int) -> int:
+        """Tokens that the last of `num_tokens` may read."""
+        wanted = self.tokens if self.tokens is not None else math.ceil(self.share * num_tokens - 1e-9)
+        return min(num_tokens, max(wanted, self.recent, 1))
+
+
+def num_components(share: float, dim: int) -> int:
+    """Of `dim` components of a key, `share` of them."""
+    return max(1, round(share * dim))
+
+
 @dataclass
 class KVLine:
     """What one line of a sequence's cache holds, slot by slot, before a selection.

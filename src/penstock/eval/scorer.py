@@ -31,6 +31,7 @@ from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.model.emitter import PLAIN, Reading
 from penstock.model.forward import Forward
 from penstock.ops.blas import BLAS
 from penstock.ops.plan import GroupPlan, StepPlan
@@ -114,14 +115,20 @@ class ProgramScorer:
         seconds, num_tokens: spent and read so far.
     """
 
-    def __init__(self, model: LoadedModel, backend: Backend, quantization: str = "none") -> None:
+    def __init__(
+        self, model: LoadedModel, backend: Backend, quantization: str = "none", *, reading: Reading = PLAIN,
+        first: int | None = None,
+    ) -> None:  # fmt: skip
+        """`reading`: how attention uses the cache; tokens from position `first` on choose what they read."""
         spec = model.spec
+        self._choose_from = None if first is None else np.array([first], np.int32)
         self.vocab_size, self.max_len = spec.vocab_size, model.max_len
         self.seconds, self.num_tokens = 0.0, 0
-        groups = cache_groups(spec, model.kv_dtype)
+        part = 0.0 if reading.tokens is None else reading.tokens.rank
+        groups = cache_groups(spec, model.kv_dtype, bounds=reading.pages is not None, part=part)
         made = DecoderModel(
             spec=spec, weights=model.weights_under(parse_scheme(quantization)), groups=groups,
-            max_model_len=model.max_len, rotation=model.rotation,
+            max_model_len=model.max_len, rotation=model.rotation, reading=reading,
         )  # fmt: skip
         self.forward: Forward = made.on(backend, max_tokens=_STEP_TOKENS, quantization=quantization)
         blocks = -(-model.max_len // _BLOCK)
@@ -146,7 +153,7 @@ class ProgramScorer:
     def _step(self, ids: npt.NDArray[np.int32], start: int) -> F32:
         rows = np.arange(len(ids), dtype=np.int32)
         bounds, lens = np.array([0, len(ids)], np.int32), np.array([start + len(ids)], np.int32)
-        plan = StepPlan(ids, rows + np.int32(start), bounds, lens, rows, self._groups)
+        plan = StepPlan(ids, rows + np.int32(start), bounds, lens, rows, self._groups, choose_from=self._choose_from)
         return self.forward.run(plan, self._storage.planes)
 
 

@@ -175,7 +175,10 @@ def model_parts(
 def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> DecoderModel:
     return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
-        rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config), hidden=keeps_hidden(config)),
+        rotation=config.cache.kv_rotation,
+        reading=reading_of(
+            keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config)
+        ),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
+from penstock.select.infinigen import token_reads, turns_of
 from penstock.select.quest import page_reads
 
 if TYPE_CHECKING:
@@ -52,10 +53,15 @@ def keeping_of(config: EngineConfig) -> Keeping | None:
     return Keeping(selection, *KV_SELECTORS.traits(selection.method))
 
 
-def reading_of(keeping: Keeping | None, *, hidden: bool = False) -> Reading:
-    """What the model has to do otherwise for it. `hidden`: see `Reading`."""
+def reading_of(
+    keeping: Keeping | None, spec: ModelSpec, fingerprint: Callable[[], str], *, hidden: bool = False
+) -> Reading:
+    """What the model has to do otherwise for it. `hidden`: see `Reading`. Raises: ConfigError for a profile that is not
+    this model's."""
     if keeping is None:
         return Reading(hidden=hidden)
+    if keeping.ahead:
+        return Reading(tokens=token_reads(keeping.config), turns=turns_of(keeping.config, spec, fingerprint))
     if keeping.drops == "nothing":
         return Reading(pages=page_reads(keeping.config))
     return Reading(raw_keys=keeping.cache_positions, observe=keeping.drops == "tokens" and keeping.watches != "nothing")

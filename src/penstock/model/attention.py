@@ -12,6 +12,7 @@ from penstock.core.cache_spec import HIDDEN
 from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm, QueryScale
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
+from penstock.model.rehearsal import keep_part, rehearse_next
 from penstock.ops.ref.rotary import rope_table
 
 
@@ -24,6 +25,7 @@ def attention(
     the layer's own."""
     if product is None:
         product = partial(_product, b, p)
+    rehearse_next(b, place)
     made = ("q", "k", "v") if m.kv_from is None else ("q",)
     for name, heads in zip(made, (m.num_heads, m.num_kv_heads, m.num_kv_heads), strict=False):
         if name == "v" and m.v_from_k:
@@ -73,9 +75,12 @@ def attention(
         # One plane is written where the operation takes two: the same rows twice.
         b.emit("heads", (x,), "hidden", bound=(1,))
         b.emit("write_kv", ("step", "hidden", "hidden"), "", bound=(*place, (HIDDEN, HIDDEN)))
+    chosen = keep_part(b, m, place)
     if b.reading.observe and m.kv_from is None:
         b.emit("observe", ("q", "step"), "", bound=place)
     more: dict[str, Any] = {} if reads is None else {"pages": reads}
+    if chosen is not None:
+        more["chosen"] = chosen
     if kept is not None:
         more["kept"] = kept
     if b.reading.raw_keys and m.rope is not None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
-from penstock.core.selection import PageReads
+from penstock.core.selection import PageReads, TokenReads
 from penstock.model.graph import NO_LAYER, STEP_INPUTS, Node, Value, result_of, view_of
 from penstock.ops.kept import Kept
 from penstock.ops.ref.product import as_float32
@@ -28,12 +28,16 @@ class Reading(NamedTuple):
         observe: the program shows its queries (`model.forward.ObservedForward`).
         pages: tokens behind their prompt read some pages only; pages have bounds (`core.model_spec.cache_spec`).
         hidden: what keys and values are made of is kept beside them, for a store (`core.block_codec.HIDDEN`).
+        tokens: they read some tokens only, chosen one layer ahead by parts of keys.
+        turns: [G, D, R] of each layer: what these parts are; None: the keys as they are.
     """
 
     raw_keys: bool = False
     observe: bool = False
     pages: PageReads | None = None
     hidden: bool = False
+    tokens: TokenReads | None = None
+    turns: Sequence[F32] | None = None
 
 
 PLAIN = Reading()

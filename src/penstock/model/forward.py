@@ -97,6 +97,16 @@ class ObservedForward(Forward, Protocol):
         ...
 
 
+@runtime_checkable
+class ChoosingForward(Forward, Protocol):
+    """A model that counts what its rehearsals choose (`core.selection.TokenReads`)."""
+
+    @property
+    def tokens_read(self) -> tuple[int, int]:
+        """Since it was made, over layers and kv heads: tokens that were read by choice, and those that were there."""
+        ...
+
+
 class StepLimits(NamedTuple):
     """What a rank may be asked to run: rows and tokens of a step, blocks of the first groups, and trees of drafts."""
 

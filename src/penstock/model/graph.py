@@ -125,7 +125,7 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
     """What a node gives, by the contract of its operation. `width`: of attention, whose values lie in a cache."""
     first = node.inputs[0] if node.inputs else None
     match node.op:
-        case "write_kv" | "write_kept" | "write_entries" | "observe":
+        case "write_kv" | "write_kept" | "write_entries" | "observe" | "rehearse":
             return None
         case "embed":
             return Value(node, node.bound[0].shape[1], TOKENS, name=name)

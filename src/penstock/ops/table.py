@@ -101,7 +101,7 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("attention", "softmax attention of each token over its own context (core.protocols.AttentionBackend)",
                "q [T, H, D]; step",
                "group; layer of the group; keys; value; scale; window; chunk; soft_cap; slopes [H]; sinks [H]; "
-               "rotation of raw keys; kept if newest tokens are kept apart; pages that are read",
+               "rotation of raw keys; kept if newest tokens are kept apart; pages that are read; chosen if tokens were",
                "[T, H, W]"),
     OpContract("latent_query", "query of absorbed latent attention: its part without position times the key projection",
                "q [T, H, nope + rope]", "key [H, nope, C]", "[T, H, C + rope]"),
@@ -110,6 +110,10 @@ CONTRACTS: tuple[OpContract, ...] = (
                "T arrays of up to top_k places among the tokens seen, ascending"),
     OpContract("attend_chosen", "softmax attention of each token over the tokens it has chosen",
                "q [T, H, D]; chosen; step", "group; layer of the group; keys; value; scale", "[T, H, W]"),
+    OpContract("rehearse", "the tokens that kv heads of a layer shall read (ops.ref.rehearsal): `attention` finds them",
+               "q [T, H, R], rehearsed queries; step",
+               "group; layer of the group; plane of parts of keys; scale; core.selection.TokenReads; whether of tokens "
+               "whose predecessors run in the step, or of the others", "None"),
     OpContract("attend_blocks", "softmax attention over the blocks that an indexer chooses for each kv head "
                "(core.mixers.blocks.BlockAttention)", "q [T, H, D]; index_q [T, G, I]; step",
                "group; layer of the group; tokens of a block; top_k; newest blocks; scale", "[T, H, D]"),

@@ -9,7 +9,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers.attention import Attention
-from penstock.core.model_spec import ModelSpec, cache_groups
+from penstock.core.model_spec import Layer, ModelSpec, cache_groups
 
 HALVED = '{"dtype":{"k":"int8","v":"int4"}}'
 """The one kv_cache_dtype of selectors that halve bits."""
@@ -33,6 +33,8 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
             raise wrong(f"keeps bounds of keys, and {given} has none of its own; use int8 or auto")
     if keeping.halves and given.replace(" ", "") != HALVED:
         raise wrong(f"halves 8-bit keys and 4-bit values; use kv_cache_dtype '{HALVED}'")
+    if keeping.ahead and config.cache.kv_rotation != "none":
+        raise wrong(f"rehearses keys as they are, and kv_rotation {config.cache.kv_rotation} turns them; leave it away")
     if keeping.cache_positions and config.cache.kv_rotation != "none":
         raise wrong(f"turns keys when they are read, and kv_rotation {config.cache.kv_rotation} before; leave it away")
     for n, layer in enumerate(spec.layers):
@@ -45,8 +47,17 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
             raise wrong(f"moves tokens within the cache, and layer {n} scores by distance (ALiBi); use none")
         if keeping.cache_positions:
             _check_positions(n, mixer, wrong)
+        if keeping.ahead and not _can_rehearse(layer, mixer):
+            raise wrong(f"works out layer {n}'s queries in the layer before, and it makes them otherwise; use quest")
     if len({layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, Attention)}) > 1:
         raise wrong("needs as many kv heads in every layer; use none")
+
+
+def _can_rehearse(layer: Layer, mixer: Attention) -> bool:
+    """Whether queries are a norm of the residual, a product and a rotation, and no more."""
+    plain = (mixer.qk_norm, mixer.kv_from, mixer.clip, mixer.query_scale, layer.streams) == (None,) * 5
+    inside = layer.placement in ("pre", "both") and layer.mixer_scale == 1.0 and not layer.beside
+    return plain and inside and not mixer.key_bias
 
 
 def _check_positions(n: int, mixer: Attention, wrong: object) -> None:
@@ -62,8 +73,11 @@ def groups_of(
     spec: ModelSpec, kv_dtype: str, keeping: Keeping | None, *, hidden: bool = False
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose cache is cut, or read in part. `hidden`: see `core.model_spec.cache_specs`."""
-    bounds = keeping is not None and keeping.drops == "nothing"
-    return cache_groups(spec, kv_dtype, lanes_of(spec, keeping), bounds=bounds, hidden=hidden)
+    reads = keeping is not None and keeping.drops == "nothing"
+    ahead = keeping is not None and keeping.ahead
+    part = keeping.config.options.rank if keeping is not None and ahead else 0.0
+    lanes = lanes_of(spec, keeping)
+    return cache_groups(spec, kv_dtype, lanes, bounds=reads and not ahead, part=part, hidden=hidden)
 
 
 def lanes_of(spec: ModelSpec, keeping: Keeping | None) -> int:

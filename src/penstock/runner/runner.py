@@ -19,6 +19,7 @@ from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter, PromptDrafter
 from penstock.model.forward import (
+    ChoosingForward,
     Forward,
     GreedyForward,
     ObservedForward,
@@ -127,6 +128,10 @@ class Runner:
         self._greedy = forward if isinstance(forward, GreedyForward) else None
         self._warmed = forward if isinstance(forward, WarmedForward) else None
         self._num_late = 0
+        self._choosing = (
+            forward if keeping is not None and keeping.ahead and isinstance(forward, ChoosingForward) else None
+        )
+        self._chosen = (0, 0)
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
@@ -203,6 +208,9 @@ class Runner:
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late
+        if self._choosing is not None:
+            had, self._chosen = self._chosen, self._choosing.tokens_read
+            result = replaced(result, chosen=(self._chosen[0] - had[0], self._chosen[1] - had[1]))
         return result
 
     def plan(

@@ -23,6 +23,8 @@ class Traits(NamedTuple):
     """Whether it chooses even where the budget would hold everything: it has a measure of its own."""
     aside: bool = False
     halves: bool = False
+    ahead: bool = False
+    """Whether it reads single tokens, chosen a layer ahead (`core.selection.TokenReads`)."""
 
 
 KV_SELECTORS: Registry[Callable[[SelectionBench], KVSelector], Traits] = Registry("kv_selector")
@@ -39,3 +41,4 @@ KV_SELECTORS.add("leankv", "penstock.select.leankv:make", Traits(watches="recent
 KV_SELECTORS.add("fastgen", "penstock.select.fastgen:make", Traits(watches="recent", always=True))
 KV_SELECTORS.add("retrieval", "penstock.select.retrieval:make", Traits())
 KV_SELECTORS.add("quest", "penstock.select.quest:make", Traits("nothing", per_head=False))
+KV_SELECTORS.add("infinigen", "penstock.select.infinigen:make", Traits("nothing", per_head=False, ahead=True))

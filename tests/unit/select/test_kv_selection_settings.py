@@ -85,6 +85,7 @@ def refusal(model: str, **settings: Any) -> str:
     [
         ("latent", {"kv_selector": "h2o"}, "kv_selector: h2o needs keys and values in every layer, and layer 0"),
         ("slots", {"kv_selector": "snapkv"}, "kv_selector: snapkv needs keys and values in every layer"),
+        ("llama_biased", {"kv_selector": "infinigen"}, "works out layer 0's queries in the layer before"),
         ("windowed", {"kv_selector": "window"}, "is for layers that see all of their context, and layer"),
         ("llama_gqa", {"kv_selector": "h2o", "kv_allocator": "virtual"}, "kv_allocator virtual has none; use paged"),
         (

@@ -16,7 +16,7 @@ from penstock.backends.gpu.cache_ops import contexts, read_kv
 from penstock.backends.gpu.fixed_attention import attend_fixed
 from penstock.backends.gpu.ops import rope, rope_angles
 from penstock.backends.gpu.step import TorchStep
-from penstock.core.selection import BOUNDS, PageReads
+from penstock.core.selection import BOUNDS, PageReads, TokenReads
 from penstock.ops.kept import Kept
 from penstock.ops.ref.attention.pages import choose_pages
 from penstock.ops.ref.attention.rows import first_key
@@ -57,7 +57,7 @@ class TorchAttention:
         self, q: Tensor, step: TorchStep, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: Tensor | None = None, sinks: Tensor | None = None, rotation: Any = None, kept: Kept | None = None,
-        pages: PageReads | None = None,
+        pages: PageReads | None = None, chosen: TokenReads | None = None,
     ) -> Tensor:  # fmt: skip
         if kept is not None:
             return self._attend_kept(q, step, group, layer, kept, _Rule(scale, soft_cap, slopes, sinks))
@@ -77,7 +77,7 @@ class TorchAttention:
             rule = _Rule(
                 scale, soft_cap, None if slopes is None else slopes[own], None if sinks is None else sinks[own]
             )
-            reach = (keys, value, window, chunk, rotation, pages)
+            reach = (keys, value, window, chunk, rotation, pages, chosen)
             rows = [
                 row
                 for b in range(step.num_sequences)
@@ -90,7 +90,7 @@ class TorchAttention:
         self, q: Tensor, step: TorchStep, group: int, line: tuple[int, int], b: int, rule: _Rule, reach: Any
     ) -> list[Tensor]:
         """The tokens of sequence `b` over one lane's keys: [G, H/G, W] each."""
-        keys, value, window, chunk, rotation, reads = reach
+        keys, value, window, chunk, rotation, reads, chosen = reach
         plan, where = step.plan, step.plan.groups[group]
         lo, hi = step.bounds[b], step.bounds[b + 1]
         if lo == hi:
@@ -118,6 +118,16 @@ class TorchAttention:
             own = q[t].reshape(*shape, k.shape[2])
             if reads is not None and step.chooses(b, t):
                 rows.append(self._attend_pages(own, k[: p + 1], v[: p + 1], rule, reads, step, group, pages))
+                continue
+            some = None if chosen is None else step.memo.get(("rehearse", group, line[0], t))
+            if some is not None:
+                parts_of = ((g, step.on_device(at)) for g, at in enumerate(some))
+                one = [
+                    _attend_row(own[g : g + 1], k[at][:, g : g + 1], v[at][:, g : g + 1],
+                                rule._replace(sinks=None if rule.sinks is None else rule.sinks[g : g + 1]))
+                    for g, at in parts_of
+                ]  # fmt: skip
+                rows.append(torch.cat(one))
                 continue
             if paths is None:
                 seen = slice(first - base, p + 1 - base)

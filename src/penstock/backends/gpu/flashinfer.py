@@ -55,7 +55,7 @@ class FlashInferAttention(TorchAttention):
         self, q: Tensor, step: TorchStep, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: Tensor | None = None, sinks: Tensor | None = None, rotation: Any = None, kept: Any = None,
-        pages: Any = None,
+        pages: Any = None, chosen: Any = None,
     ) -> Tensor:  # fmt: skip
         where, mask = step.plan.groups[group], step.plan.mask
         others = (chunk, slopes, sinks, rotation, kept, pages, where.dropped)

@@ -63,7 +63,7 @@ class FlexAttention(TorchAttention):
         self, q: Tensor, step: TorchStep, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: Tensor | None = None, sinks: Tensor | None = None, rotation: Any = None, kept: Any = None,
-        pages: Any = None,
+        pages: Any = None, chosen: Any = None,
     ) -> Tensor:  # fmt: skip
         where = step.plan.groups[group]
         if kept is not None or rotation is not None or pages is not None or where.dropped or where.lanes > 1:

@@ -36,6 +36,7 @@ _BUFFERS = 2
 _AT_HOST = {
     "experts": "experts are chosen on the host",
     "write_kept": "blocks are encoded as they fill up", "observe": "a KV selector looks at its queries",
+    "rehearse": "what a layer reads is chosen on the host",
     "attend_blocks": "an indexer's choice of blocks is made on the host",
     **dict.fromkeys(("choose_tokens", "attend_chosen"), "an indexer's choice of tokens is made on the host"),
     **dict.fromkeys(("write_entries", "choose_entries", "attend_entries"),

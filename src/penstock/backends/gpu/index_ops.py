@@ -11,6 +11,22 @@ from torch import Tensor
 
 from penstock.backends.gpu.cache_ops import read_kv
 from penstock.backends.gpu.step import TorchStep
+from penstock.base.bf16 import F32
+from penstock.core.selection import TokenReads
+from penstock.ops.plan import I32
+from penstock.ops.ref.rehearsal import rehearse_rows
+
+
+def rehearse(
+    q: Tensor, step: TorchStep, group: int, layer: int, plane: str, scale: float, reads: TokenReads, late: bool
+) -> None:
+    """See `ops.ref.rehearsal.rehearse`, which does it, on the host."""
+
+    def keys_of(pages: I32, hi: int) -> F32:
+        keys: F32 = read_kv(step, group, plane, pages, 0, hi).cpu().numpy()
+        return keys
+
+    rehearse_rows(q.cpu().numpy(), step, group, layer, scale, reads, late, keys_of)
 
 
 def choose_tokens(
@@ -84,5 +100,6 @@ def _contexts(step: TorchStep, group: int, layer: int, names: Sequence[str]) -> 
 
 
 INDEX_OPS: dict[str, Callable[..., Any]] = {
-    "choose_tokens": choose_tokens, "attend_chosen": attend_chosen, "attend_blocks": attend_blocks,
+    "rehearse": rehearse, "choose_tokens": choose_tokens, "attend_chosen": attend_chosen,
+    "attend_blocks": attend_blocks,
 }  # fmt: skip

@@ -41,16 +41,17 @@ class KernelAttention(TorchAttention):
         self, q: Tensor, step: TorchStep, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: Tensor | None = None, sinks: Tensor | None = None, rotation: Any = None, kept: Kept | None = None,
-        pages: Any = None,
+        pages: Any = None, chosen: Any = None,
     ) -> Tensor:  # fmt: skip
         cache = None
-        if kept is None and rotation is None and pages is None and step.bounds[-1]:
+        if kept is None and rotation is None and pages is None and chosen is None and step.bounds[-1]:
             cache = _cache(step, group, layer, keys, value)
         if cache is None:
             self.counts["torch"] += 1
             return super().attend(
                 q.float(), step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
                 soft_cap=soft_cap, slopes=slopes, sinks=sinks, rotation=rotation, kept=kept, pages=pages,
+                chosen=chosen,
             )  # fmt: skip
         rule = Rule(scale, window, chunk, soft_cap, slopes, sinks)
         at = _places(step)

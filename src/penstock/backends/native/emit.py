@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.backends.native.entry_forms import entry_forms, stream_form
 from penstock.backends.native.row_forms import row_form
@@ -43,6 +44,8 @@ class Emitted:
     logits: int
     queries: list[tuple[int, int]]
     """Registers that keep observed queries until the next run, and into how many heads they fall."""
+    tokens_read: npt.NDArray[np.int64]
+    """[2], counted as they run: tokens that rehearsals chose, each for a kv head, and those they might have chosen."""
 
 
 def matrix_name(run: list[Part]) -> str:
@@ -80,7 +83,10 @@ _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
 
 def _latent_name(node: Node) -> str:
-    return node.weights[0] if node.weights else f"layers.{node.layer}.{_LATENT[node.op]}"
+    if node.weights:
+        return node.weights[0]
+    turned = node.op == "latent_query" and node.out is not None and node.out.name != "q"
+    return f"layers.{node.layer}.{node.out.name if turned and node.out is not None else _LATENT[node.op]}"
 
 
 def emit(
@@ -94,7 +100,8 @@ def emit(
         if i == graph.head:
             head = len(e.ops)
         e.node(i, node)
-    return Emitted(e.ops, e.labels, e.layout, head, e.register(graph.hidden), e.register(graph.logits), e.queries)
+    ends = e.register(graph.hidden), e.register(graph.logits)
+    return Emitted(e.ops, e.labels, e.layout, head, *ends, e.queries, e.tokens_read)
 
 
 class _Emitter:
@@ -106,6 +113,10 @@ class _Emitter:
         self.layout = Layout()
         self.queries: list[tuple[int, int]] = []
         self._groups, self._matrices, self._max_tokens, self._same = groups, matrices, max_tokens, same
+        self.tokens_read = np.zeros(2, np.int64)
+        self._choices: list[int] = []
+        self._rehearsed: dict[tuple[int, int], int] = {}
+        """Where the choice of a layer of a group is."""
         self._homes: dict[int, Home] = {}
         self._free: list[int] = []
         self._last_read = _last_reads(graph)
@@ -324,6 +335,9 @@ class _Emitter:
             low, high = (self._planes(group).index(name) for name in BOUNDS)
             pointers += [None] * (3 - len(pointers)) + [ChosenPages(reads, low, high, self._max_tokens)]
         inputs = tuple(self.register(v) for v in node.inputs)
+        if (chosen := named.get("chosen")) is not None:
+            pointers += [None] * (3 - len(pointers)) + [ChosenPages(chosen, 0, 0, self._max_tokens)]
+            inputs = (*inputs, -1, self._rehearsed[group, layer])
         f = (named["scale"], named.get("soft_cap") or 0.0)
         self._add_op(
             Kind.ATTEND,
@@ -345,6 +359,23 @@ class _Emitter:
         n = (group, layer, q.heads, q.width // q.heads, self._planes(group).index(plane), self._max_tokens)
         inputs, label = (self.register(q), self.register(weights)), f"group {group} layer {layer}"
         self._add_op(Kind.CHOOSE, label, inputs, self._new_home(node), n=n, f=(float(scale),))
+
+    def _rehearse(self, i: int, node: Node) -> None:
+        q = node.inputs[0]
+        group, layer, plane, scale, reads, late = node.bound
+        assert q.heads is not None
+        part = next(p for p in self._groups[group].spec.planes if p.name == plane)
+        if not late:
+            # Two layers' choices exist at a time. They are of no node, so nobody else uses their places.
+            width = part.heads * -(-self._max_tokens // 32)
+            while len(self._choices) <= layer % 2:
+                self._choices.append(self.layout.register(width))
+            self._rehearsed[group, layer] = self._choices[layer % 2]
+        n = (group, layer, q.heads, part.heads, part.dim, self._planes(group).index(plane), int(late))
+        pointers = (self.tokens_read, None, None, ChosenPages(reads, 0, 0, self._max_tokens))
+        label, out = f"group {group} layer {layer}", self._rehearsed[group, layer]
+        f = (float(scale), float(reads.reach))
+        self._add_op(Kind.REHEARSE, label, (self.register(q),), out, n=n, f=f, pointers=pointers)
 
     def _latent_query(self, i: int, node: Node) -> None:
         num_heads, nope, rank = node.bound[0].shape

@@ -88,6 +88,12 @@ class NativeForward:
         """The threads it runs on."""
         return self._pool
 
+    @property
+    def tokens_read(self) -> tuple[int, int]:
+        """See `model.forward.ChoosingForward`."""
+        read, seen = self._code.tokens_read.tolist()
+        return read, seen
+
     def describe(self) -> list[str]:
         """The program for people, a line per operation."""
         return list(self._code.labels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 12
+ABI = 13
 PANEL = 64
 
 
@@ -108,6 +108,7 @@ class Kind(IntEnum):
     REPLACEMENT_KEY = 31
     VALUE_BONUS = 32
     CHOOSE = 33
+    REHEARSE = 34
     RG_LRU = 40
     MLSTM_GATES = 41
     MLSTM = 42

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.kv_codec import scales_name
-from penstock.core.selection import PageReads
+from penstock.core.selection import PageReads, TokenReads
 from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Pages, Plane, Register, Rotation, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
 from penstock.ops.native.packers import DTYPES
@@ -82,10 +82,10 @@ class RawKeys:
 
 class ChosenPages:
     """The fourth pointer of a PST_ATTEND whose single tokens read some pages only, by the bounds in planes number `low`
-    and `high` of the group. No sequence has more than `max_tokens` tokens.
+    and `high` of the group, or tokens that PST_REHEARSE chose. No sequence has more than `max_tokens` tokens.
     """
 
-    def __init__(self, reads: PageReads, low: int, high: int, max_tokens: int) -> None:
+    def __init__(self, reads: PageReads | TokenReads, low: int, high: int, max_tokens: int) -> None:
         self.struct = Pages(reads.share, low, high, reads.tokens or 0, reads.recent, max_tokens)
 
     @property

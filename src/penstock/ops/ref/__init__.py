@@ -38,6 +38,7 @@ from penstock.ops.ref.pointwise import (
 )
 from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.recurrence import recurrent, retention
+from penstock.ops.ref.rehearsal import rehearse
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.rotation import hadamard
 from penstock.ops.ref.rwkv import (
@@ -104,6 +105,7 @@ REF = OpTable(
         "write_kept": write_kept,
         "choose_tokens": choose_tokens,
         "attend_chosen": attend_chosen,
+        "rehearse": rehearse,
         "attend_blocks": attend_blocks,
         "latent_query": latent_query,
         "latent_output": latent_output,

@@ -11,12 +11,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.selection import PageReads
+from penstock.core.selection import PageReads, TokenReads
 from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
 from penstock.ops.ref.attention.kept import contexts
 from penstock.ops.ref.attention.pages import attend_pages, read_bounds
 from penstock.ops.ref.codecs.halves import read_halves
+from penstock.ops.ref.rehearsal import attend_tokens
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
@@ -47,6 +48,7 @@ class _Lane(NamedTuple):
     sinks: F32 | None
     rotation: Rotation | None
     pages: PageReads | None
+    chosen: bool
 
     @property
     def names(self) -> set[str]:
@@ -91,7 +93,7 @@ class RowBackend:
         self, q: F32, step: Step, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None, slopes: F32 | None = None,
         sinks: F32 | None = None, rotation: Rotation | None = None, kept: Kept | None = None,
-        pages: PageReads | None = None,
+        pages: PageReads | None = None, chosen: TokenReads | None = None,
     ) -> F32:  # fmt: skip
         """See `core.protocols.AttentionBackend.attend`.
 
@@ -111,7 +113,7 @@ class RowBackend:
             own = slice(lane * heads, (lane + 1) * heads)
             call = _Lane(
                 keys, value, scale, window, chunk, soft_cap, None if slopes is None else slopes[own],
-                None if sinks is None else sinks[own], rotation, pages,
+                None if sinks is None else sinks[own], rotation, pages, chosen is not None,
             )  # fmt: skip
             rows = [
                 row
@@ -163,6 +165,10 @@ class RowBackend:
                         own, k[: p + 1], v[: p + 1], rule, self._attend_row, call.pages, where.block_size, found
                     )
                 )
+                continue
+            some = step.memo.get(("rehearse", group, layer, t)) if call.chosen else None
+            if some is not None:
+                rows.append(attend_tokens(own, k, v, rule, self._attend_row, some))
                 continue
             rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
         return rows
