@@ -220,8 +220,13 @@ def parameters(node: ast.stmt) -> dict[str, ast.AST]:
     for decorator in getattr(node, "decorator_list", []):
         if not isinstance(decorator, ast.Call):
             continue
-        if ast.unparse(decorator.func) == "pytest.mark.parametrize" and isinstance(decorator.args[0], ast.Constant):
-            out[str(decorator.args[0].value)] = decorator.args[1]
+        if ast.unparse(decorator.func) == "pytest.mark.parametrize":
+            names, values = decorator.args[:2]
+            if isinstance(names, ast.Constant):
+                out[str(names.value)] = values
+            elif isinstance(names, ast.Tuple) and ast.unparse(values).startswith(("some(product(", "some(grid(")):
+                axes = values.args[0].args  # type: ignore[attr-defined]
+                out |= {ast.literal_eval(name): axis for name, axis in zip(names.elts, axes, strict=True)}
         out |= {k.arg: k.value for k in decorator.keywords if k.arg}
     for loop in ast.walk(node):  # for budget, block_size in ((4, 4), (256, 16)):
         if isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Tuple):

@@ -28,7 +28,7 @@ def stage(name: str) -> Callable[[Bench], None]:
     """Of one shape: what answers most comes first."""
 
     def run(bench: Bench) -> None:
-        context, prompt, batch = (64, 128, 4) if bench.tiny else (2048, 8192, 64)
+        context, prompt, batch = (32, 24, 4) if bench.tiny else (2048, 8192, 64)
         spec, made = spec_of(name, bench.tiny), list[Machine]()
         _fits(bench, spec, batch, context)
 
@@ -196,7 +196,7 @@ def host_share(bench: Bench, label: str, machine: Machine, batch: int, context: 
     places where the host waited for the device, which the driver reports.
     """
     bench.need(8, "a profile of steps")
-    num = 3 if bench.tiny else 8
+    num = 1 if bench.tiny else 8
     start(machine, batch, context, WARM + 3 * num + 2)
     core = machine.core
     try:

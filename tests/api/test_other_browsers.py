@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,24 @@ from tests.api.test_page_versions import (
 )
 from tests.api.test_report_pages import written
 from tests.api.webdriver import Driver, Firefox, WebKit, watched
+from tests.sampled import ALL, some
+
+IN_BOTH = {
+    "test_errors_and_violations_are_seen", "test_the_engine_is_drawn_while_it_works", "test_an_operation_is_tried",
+    "test_an_answer_is_shown_while_it_comes", "test_history_survives_a_reload_and_is_deleted_for_good",
+}  # fmt: skip
+"""What rests on more than clicks: what watches the page, drawing, a page of others, streams, storage."""
 
 
-@pytest.fixture(scope="module", params=[Firefox, WebKit])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Chromium has run all of them. Of the others each runs `IN_BOTH`, and one of them the rest."""
+    if "browser" in metafunc.fixturenames:
+        name = metafunc.function.__name__
+        kinds = [Firefox, WebKit] if ALL or name in IN_BOTH else [(Firefox, WebKit)[len(name) % 2]]
+        metafunc.parametrize("browser", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def browser(request: pytest.FixtureRequest) -> Iterator[Driver]:
     if request.param.missing:
         pytest.skip(request.param.missing)
@@ -61,8 +77,7 @@ def test_errors_and_violations_are_seen(browser: Driver, shown: LiveServer) -> N
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", [Firefox, WebKit])
+@pytest.mark.parametrize(("kind", "scheme"), some(product([Firefox, WebKit], ["light", "dark"])))
 def test_they_fit_390_pixels_by_day_and_night(
     kind: type[Driver], scheme: str, shown: LiveServer, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from penstock.base.errors import ConfigError
 from penstock.drafters.eagle import EagleDrafter
 from penstock.launch.bundled import bundled_heads
 from penstock.ops.native.library import best_library
+from tests.sampled import ALL, grid
 
 PROSE = (
     "Once upon a time there was a little girl who lived near the sea.",
@@ -23,7 +24,8 @@ PROSE = (
     "On a cold winter morning the king went into the wood.",
 )
 native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
-each_ops = pytest.mark.parametrize("ops", ["ref", "torch", pytest.param("native", marks=native_only)])
+NATIVE = pytest.param("native", marks=native_only)
+each_ops = pytest.mark.parametrize("ops", ["ref", "torch", NATIVE])
 
 
 @cache
@@ -53,8 +55,9 @@ def texts(llm: LLM, prompts: Any, rules: Any) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in llm.generate(list(prompts), rules)]
 
 
-@each_ops
-@pytest.mark.parametrize("num_drafts", [3, 12])
+@pytest.mark.parametrize(
+    ("ops", "num_drafts"), grid([NATIVE], [3, 12]) + grid(["ref", "torch"], [3, 12] if ALL else [12])
+)
 def test_D13_no_token_changes(ops: str, num_drafts: int) -> None:
     """Greedy and sampled rows in one batch, trees narrow and wide; then again, prompts out of the prefix cache, in
     other company and with a penalty. Nothing is kept of rows that are gone."""

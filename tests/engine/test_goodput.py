@@ -36,7 +36,7 @@ def run(workload: Workload) -> SimResult:
     return simulate(core, clock, workload, SimLimits(plan.max_model_len, plan.kv_capacity_tokens, SPEC.vocab_size))
 
 
-def load(seed: int, n: int = 2000) -> Workload:
+def load(seed: int, n: int = 1000) -> Workload:
     return synthetic("synthetic:poisson?rate=8&prompt=512&output=16", seed).limited(n)
 
 

@@ -26,7 +26,7 @@ from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Knobs, fake_engine
 from tests.engine.processes import within
 
-ROUND = 800
+ROUND = 400
 LONG = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
 
 

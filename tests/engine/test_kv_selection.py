@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from penstock.select.bench import SelectionBench
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, tiny
 from tests.engine.naive import Logits, beam_search, generate, model_logits
 from tests.oracle import NaiveModel
+from tests.sampled import draws, some
 from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
@@ -110,16 +112,16 @@ def draw_knobs(rng: random.Random, name: str, budget: str, prompt_interval: int)
     )
 
 
-@pytest.mark.parametrize("prompt_interval", [0, 8])
-@pytest.mark.parametrize("budget", ["100%", "40%", "12"])
-@pytest.mark.parametrize("name", CUTTING)
+@pytest.mark.parametrize(
+    ("name", "budget", "prompt_interval"), some(product(CUTTING, ("100%", "40%", "12"), (0, 8)), pairs=True)
+)
 def test_F01_F03_F04_F05_F06_F22_F23_tokens_are_those_of_the_naive_model_with_a_cut_cache(
     name: str, budget: str, prompt_interval: int
 ) -> None:
     rng = random.Random(f"{name}-{budget}-{prompt_interval}")
     model = rng.choice(MODELS)
     spec, weights = tiny(model)
-    for _ in range(4):
+    for _ in range(draws(2, 4)):
         knobs = draw_knobs(rng, name, budget, prompt_interval)
         core = real_engine(spec, weights, knobs)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, times=12, note=knobs)
@@ -201,8 +203,9 @@ def test_F01_a_stream_goes_on_for_ever_in_the_same_memory() -> None:
     assert_idle(core)
 
 
-@pytest.mark.parametrize("prompt_interval", [0, 8])
-@pytest.mark.parametrize("name", [name for name in CUTTING if name != "fastgen"])
+@pytest.mark.parametrize(
+    ("name", "prompt_interval"), some(product([name for name in CUTTING if name != "fastgen"], (0, 8)))
+)
 def test_what_is_forgotten_does_not_depend_on_the_memory_that_others_leave(name: str, prompt_interval: int) -> None:
     """In a pool that holds the longest sequence and no more, with others that want it: the naive model's tokens."""
     rng = random.Random(f"tight-{name}-{prompt_interval}")

@@ -216,10 +216,10 @@ class WindowsOnlyEngineMachine(EngineMachine):
     windows = (5, 8, 5)
 
 
-def _case(machine: type[EngineMachine]) -> Callable[[], None]:
+def _case(machine: type[EngineMachine], examples: int = EXAMPLES) -> Callable[[], None]:
     case = machine.TestCase
     case.settings = settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         stateful_step_count=STEPS,
         deadline=None,
         derandomize=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from tests import specs
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, run, tiny
 from tests.engine.naive import Logits, beam_search, generate, log_softmax, model_logits
 from tests.oracle import NaiveModel
+from tests.sampled import draws, some
 
-DRAWS_PER_SPEC = 10
+DRAWS_PER_SPEC = draws(4, 10)
 CONTROLS = ["preempt", "preempt", "ragged", "reset_prefix_cache"]
 
 
@@ -103,7 +105,7 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["int8"])
 @pytest.mark.parametrize("name", ["llama_gqa", "slots", "latent", "windowed", "scores", "blocks"])
 def test_8_bit_kv_obeys_the_same_laws(name: str, kv_dtype: str) -> None:
-    in_turmoil(name, 4, kv_dtype)
+    in_turmoil(name, draws(2, 4), kv_dtype)
 
 
 KIVI = '{"dtype": "kivi2", "recent": 6}'
@@ -124,14 +126,14 @@ MIXED = '{"dtype": {"k": ["int4", "int8"], "v": "int2"}, "layers": {"1": "int4"}
 def test_F36_F37_F39_F41_codecs_obey_the_same_laws(name: str, kv_dtype: str, block_size: int, rotation: str) -> None:
     """Alone, in batches, cut into chunks, after prefix hits, preempted, swapped, forked, ragged: the same tokens.
     What encodes whole blocks may depend on their size (0: any), and on nothing else."""
-    in_turmoil(name, 3, kv_dtype, block_size, rotation)
+    in_turmoil(name, draws(2, 3), kv_dtype, block_size, rotation)
 
 
-def in_turmoil(name: str, draws: int, kv_dtype: str = "float32", block_size: int = 0, rotation: str = "none") -> None:
+def in_turmoil(name: str, num: int, kv_dtype: str = "float32", block_size: int = 0, rotation: str = "none") -> None:
     """Engines with knobs drawn at random, disturbed as they run, give the naive model's tokens."""
     spec, weights = tiny(name)
     rng = random.Random(f"laws-{name}")
-    for draw in range(draws):
+    for draw in range(num):
         knobs = draw_knobs(rng, kv_dtype)
         knobs.block_size, knobs.kv_rotation = block_size or knobs.block_size, rotation
         if knobs.block_size * knobs.num_blocks < 64:
@@ -170,11 +172,13 @@ def _beams(name: str, *how: Any) -> list[tuple[list[int], float, str]]:
     return beam_search(oracle(name, *how), beam)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("prefix_cache", ["radix", "none"])
+PREEMPTED = [
+    "llama_gqa", "slots", "latent", "windowed", "all_windowed", "mamba", "mamba2_hybrid", "rwkv4", "rwkv6", "rwkv7",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["llama_gqa", "slots", "latent", "windowed", "all_windowed", "mamba", "mamba2_hybrid", "rwkv4", "rwkv6", "rwkv7"],
+    ("name", "prefix_cache", "mode"), some(product(PREEMPTED, ("radix", "none"), ("recompute", "swap")), pairs=True)
 )
 def test_A08_forced_preemption_at_every_step_index(name: str, prefix_cache: str, mode: str) -> None:
     """Everybody loses all device memory at step k, for every k there is; recomputed or brought back from the host."""

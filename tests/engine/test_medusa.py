@@ -16,15 +16,17 @@ from penstock.launch.bundled import bundled_heads
 from penstock.model.forward import HeadForward
 from penstock.runner.runner import Runner
 from tests.engine import test_eagle
-from tests.engine.test_eagle import PROSE, each_ops, native_only, params
+from tests.engine.test_eagle import NATIVE, PROSE, native_only, params
+from tests.sampled import ALL, grid
 
 
 def nano(ops: str, num_drafts: int) -> LLM:
     return test_eagle.nano(ops, "medusa" if num_drafts else "", num_drafts)
 
 
-@each_ops
-@pytest.mark.parametrize("num_drafts", [3, 12])
+@pytest.mark.parametrize(
+    ("ops", "num_drafts"), grid([NATIVE], [3, 12]) + grid(["ref", "torch"], [3, 12] if ALL else [12])
+)
 def test_D12_no_token_changes(ops: str, num_drafts: int) -> None:
     """Greedy and sampled rows in one batch, trees narrow and wide."""
     rules = params(12 if ops != "native" else 48, (0.0, 0.7, 0.0, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,10 @@ from tests.engine.harness import (
     tiny,
 )
 from tests.engine.naive import beam_search, fake_logits, generate
-from tests.engine.test_laws_machine import EngineMachine, _case
+from tests.engine.test_laws_machine import EXAMPLES, EngineMachine, _case
 from tests.engine.test_laws_machine import knobs as any_knobs
 from tests.engine.test_rows import random_prompt, watch
+from tests.sampled import draws
 from tests.shared import shared
 
 BASELINES = ("contiguous", "contiguous-pow2", "contiguous-oracle", "virtual", "vtensor")
@@ -69,8 +71,8 @@ class SlotBaselineMachine(BaselineMachine):
     slots = True
 
 
-TestBaselineLaws = _case(BaselineMachine)
-TestSlotBaselineLaws = _case(SlotBaselineMachine)
+TestBaselineLaws = _case(BaselineMachine, draws(EXAMPLES // 2, EXAMPLES))
+TestSlotBaselineLaws = _case(SlotBaselineMachine, draws(EXAMPLES // 2, EXAMPLES))
 
 
 def mixed_load(rng: random.Random, n: int) -> list[Request]:
@@ -211,7 +213,7 @@ def test_the_wastes_of_one_sequence_are_what_the_definitions_say() -> None:
 @cache
 def measured(load: str, allocator: str, block_size: int = 16) -> study.Result:
     """One line of the study's table: some hundred requests in the memory of ten full-length sequences."""
-    n = 150 if load == "uniform" else 300
+    n = 100 if load == "uniform" else 200
     if load in study.TRACES:
         file, prompt, answer = study.TRACES[load]
         return study.measure(study.traced(shared("data", "traces", file), prompt, answer, n), allocator, block_size)
@@ -291,17 +293,17 @@ def virtual_engine(layers: int, k: Knobs) -> tuple[EngineCore, LazyStorage]:
     return core, storage
 
 
+MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:[A-Z].*\n)*?Rss: +([0-9]+) kB$", re.M)
+
+
 def resident_by_smaps(storage: LazyStorage) -> int:
     """Resident bytes of all mappings that hold planes, by the kernel's other account of it."""
     addresses = [array.ctypes.data for planes in storage.planes for array in planes.values()]
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if not first.endswith(":"):
-            low, high = (int(x, 16) for x in first.split("-"))
-            ours = any(low <= a < high for a in addresses)
-        elif first == "Rss:" and ours:
-            total += int(line.split()[1]) * 1024
+    total = 0
+    for low, high, kilobytes in MAPPING.findall(Path("/proc/self/smaps").read_text()):
+        first, end = int(low, 16), int(high, 16)
+        if any(first <= a < end for a in addresses):
+            total += int(kilobytes) * 1024
     return total
 
 

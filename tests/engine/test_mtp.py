@@ -23,9 +23,12 @@ from tests.ggml import write_gguf
 from tests.heads import CONFIGS, SIZE, write
 from tests.models.gguf_writer import write_with_head
 from tests.paged import Paged
+from tests.sampled import grid, some
 
 native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
-each_ops = pytest.mark.parametrize("ops", ["ref", "torch", pytest.param("native", marks=native_only)])
+NATIVE = pytest.param("native", marks=native_only)
+OPS = ["ref", "torch", NATIVE]
+each_ops = pytest.mark.parametrize("ops", OPS)
 each_layout = pytest.mark.parametrize("case", CONFIGS)
 FIXED = {"method": "mtp", "controller": "fixed", "num_speculative_tokens": 3}
 
@@ -60,8 +63,7 @@ def drafter_of(llm: LLM) -> MtpDrafter:
     return drafter
 
 
-@each_layout
-@each_ops
+@pytest.mark.parametrize(("case", "ops"), grid(CONFIGS, [NATIVE]) + some(grid(CONFIGS, OPS[:2])))
 def test_no_token_changes(case: str, ops: str, tmp_path: Path) -> None:
     """Random weights; greedy and sampled rows, prompts longer than a block, in chunks, then out of the prefix cache."""
     write(tmp_path, case)
@@ -81,9 +83,10 @@ def test_no_token_changes(case: str, ops: str, tmp_path: Path) -> None:
     drafter_of(llm)
 
 
-@each_layout
-@each_ops
-@pytest.mark.parametrize("right", ["token", "hidden"])
+@pytest.mark.parametrize(
+    ("case", "ops", "right"),
+    grid(CONFIGS, [NATIVE], ["token", "hidden"]) + some(grid(CONFIGS, OPS[:2], ["token", "hidden"])),
+)
 def test_a_head_that_is_right_is_always_right(case: str, ops: str, right: str, tmp_path: Path) -> None:
     """Of a model whose next token follows from the newest: every draft is accepted, from the first token on, whether
     the head looks at the embedding or at the hidden state; as it is if prompts come in chunks."""
@@ -100,9 +103,7 @@ def test_a_head_that_is_right_is_always_right(case: str, ops: str, right: str, t
 GGUF = {"deepseek_v3": "deepseek2", "glm4_moe": "glm4moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35"}
 
 
-@pytest.mark.parametrize("case", GGUF)
-@each_ops
-@pytest.mark.parametrize("right", ["", "token", "hidden"])
+@pytest.mark.parametrize(("case", "ops", "right"), some(grid(GGUF, OPS, ["", "token", "hidden"]), pairs=True))
 def test_the_block_behind_the_layers_of_a_gguf_file_is_the_head(
     case: str, ops: str, right: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from penstock.sched.pauses import DISCARD, PRESERVE, SWAP, PauseCase, wastes
 from tests.engine.fake_model import VOCAB, spec
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, plain_core, request
 from tests.engine.naive import choose, fake_logits
+from tests.sampled import grid, some
 
 KNOBS = Knobs(block_size=4, num_blocks=40, budget=32, host_blocks=60, prefix_cache="none")
 
@@ -53,9 +54,9 @@ def calling(rng: random.Random, seed: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["auto", "preserve", "discard", "swap"])
-@pytest.mark.parametrize("model", ["full", "slots", "windows", "drafts", "fastswitch"])
+@pytest.mark.parametrize(("model", "mode", "depth"), some(grid(
+    ["full", "slots", "windows", "drafts", "fastswitch"], ["auto", "preserve", "discard", "swap"], [1, 2]
+), pairs=True))  # fmt: skip
 def test_A21_calls_change_no_token(model: str, mode: str, depth: int) -> None:
     """Under memory pressure, with preemptions, aborts, resets, samples and beams beside them."""
     shape: dict[str, Any] = {"slots": {"slots": True}, "windows": {"windows": (None, 5)}}.get(model, {})

@@ -21,6 +21,7 @@ from tests.engine import test_laws_models as laws
 from tests.engine.harness import Knobs
 from tests.gpu import mock_flashinfer
 from tests.paged import Paged
+from tests.sampled import ALL
 
 CPU = torch.device("cpu")
 IDS = [3 + i * 7 % 50 for i in range(40)]
@@ -79,7 +80,14 @@ def on_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laws, "draw_knobs", drawn)
 
 
-@pytest.mark.parametrize("name", HAS_ATTENTION)
+RULES = [
+    "llama_mqa", "llama_rope3", "layernorm", "latent", "narrow_values", "inner_norms", "key_bias", "gated", "scores",
+    "shared_kv", "blocks", "yoco", "streams", "windowed", "slots", "shared",
+]  # fmt: skip
+"""One model for each rule of attention that any has: the others have the same beside layers of other kinds."""
+
+
+@pytest.mark.parametrize("name", HAS_ATTENTION if ALL else RULES)
 def test_flex_gives_the_reference_s_logits(name: str) -> None:
     drivers = pair(name, TorchBackend(CPU, attention="flex"), block_size=16)
     assert furthest(drivers, STEPS) < 1e-3

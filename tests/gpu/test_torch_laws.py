@@ -16,6 +16,8 @@ from tests.engine import test_kv_selection as selection
 from tests.engine import test_laws_models as laws
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, run, tiny
 from tests.engine.naive import generate
+from tests.gpu.test_torch_graphs import CAPTURED, PLAINLY
+from tests.sampled import ALL
 
 CODECS = [
     ("llama_gqa", "int8", 0, "none"), ("latent", "int8", 0, "none"), ("llama_gqa", "bfloat16", 0, "none"),
@@ -40,8 +42,12 @@ def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "draw_knobs", drawn(selection.draw_knobs))
 
 
-@pytest.mark.parametrize("name", specs.ALL)
+WITHOUT_GRAPHS = [name for name in specs.ALL if name in PLAINLY or name not in CAPTURED]
+
+
+@pytest.mark.parametrize("name", specs.ALL if ALL else WITHOUT_GRAPHS)
 def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
+    """The others keep the laws with graphs, and where none fits without: `test_torch_graphs`."""
     laws.in_turmoil(name, 1)
 
 

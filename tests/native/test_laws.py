@@ -19,6 +19,7 @@ from tests.engine.naive import beam_search, generate
 from tests.engine.test_laws_models import CONTROLS, draw_knobs, reach_of, workload
 from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_model import NATIVE, logits_alone, weights_as
+from tests.sampled import draws
 
 pytestmark = pytestmark_native
 CASES = [(name, "float32", "float32") for name in NATIVE]
@@ -40,7 +41,7 @@ def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtyp
     spec, weights = weights_as(name, dtype)
     tokens, beams = expected(name, dtype, kv_dtype)
     rng = random.Random(f"native-{name}-{dtype}")
-    for draw in range(5):
+    for draw in range(draws(3, 5)):
         knobs = draw_knobs(rng)
         knobs.ops, knobs.kv_dtype = "native", kv_dtype
         knobs.num_blocks = max(knobs.num_blocks, 64 // knobs.block_size + 1)

@@ -81,13 +81,19 @@ def test_what_layers_share_is_packed_once() -> None:
     )
 
 
+@cache
+def by_reference(name: str, dtype: str, kv_dtype: str = "float32") -> npt.NDArray[np.float32]:
+    """What the reference says of `text`: the same, whichever instruction set is asked."""
+    spec, weights = weights_as(name, dtype)
+    return Paged(spec, weights, num_slabs=200, kv_dtype=kv_dtype).one_go("a", text(spec.vocab_size))
+
+
 @each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NATIVE)
 def test_logits_are_the_references(name: str, dtype: str, isa: str) -> None:
-    spec, weights = weights_as(name, dtype)
-    ids = text(spec.vocab_size)
-    expected = Paged(spec, weights, num_slabs=200).one_go("a", ids)
+    expected = by_reference(name, dtype)
+    ids = text(specs.make(name)[0].vocab_size)
     got = native(name, isa, dtype=dtype).one_go("a", ids)
     # bfloat16 rounds the rows before every product where the processor multiplies bfloat16. The random weights of
     # "sandwich" make of every rounding a hundred times as much (see tests/unit/train/test_train_tools.py), and in
@@ -108,10 +114,8 @@ def test_logits_with_8_bits_of_keys_and_values_are_the_references(name: str, isa
 
     That 8 bits are kept is seen by how far both are from float32.
     """
-    spec, weights = weights_as(name, "float32")
-    ids = text(spec.vocab_size)
-    exact = Paged(spec, weights, num_slabs=200).one_go("a", ids)
-    expected = Paged(spec, weights, num_slabs=200, kv_dtype="int8").one_go("a", ids)
+    exact, expected = by_reference(name, "float32"), by_reference(name, "float32", "int8")
+    ids = text(specs.make(name)[0].vocab_size)
     got = native(name, isa, kv_dtype="int8").one_go("a", ids)
     error, cost = (np.sqrt(np.mean((x - expected) ** 2)) / np.std(expected) for x in (got, exact))
     assert cost > 1e-4
@@ -121,9 +125,8 @@ def test_logits_with_8_bits_of_keys_and_values_are_the_references(name: str, isa
 @each_isa
 @pytest.mark.parametrize("scheme", SCHEMES[1:])
 def test_quantised_logits_are_near_the_references(scheme: str, isa: str) -> None:
-    spec, weights = weights_as("llama_gqa", "float32")
-    ids = text(spec.vocab_size)
-    expected = Paged(spec, weights, num_slabs=200).one_go("a", ids)
+    expected = by_reference("llama_gqa", "float32")
+    ids = text(specs.make("llama_gqa")[0].vocab_size)
     got = native("llama_gqa", isa, scheme=scheme).one_go("a", ids)
     error = np.sqrt(np.mean((got - expected) ** 2)) / np.std(expected)
     assert 1e-4 < error < (0.1 if "int8" in scheme else 0.7)

@@ -28,6 +28,7 @@ from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.native.test_model import NATIVE, text
 from tests.paged import Paged
+from tests.sampled import some
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,9 @@ def test_every_native_shape(isa: str, name: str) -> None:
     check(name, isa, num_nodes=20, prefix=60, draw=1)
 
 
-@pytest.mark.parametrize("attention", ["ref", "ref-online"])
-@pytest.mark.parametrize("name", specs.ALL)
+@pytest.mark.parametrize(
+    ("name", "attention"), [(name, "ref") for name in specs.ALL] + [(n, "ref-online") for n in some(specs.ALL, 12)]
+)
 def test_every_shape_in_the_reference(name: str, attention: str) -> None:
     """Layers whose state follows one path say so."""
     trees = model(name, None)

@@ -236,7 +236,7 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     start = saved = time.monotonic()
     sums = torch.zeros(2, device=args.device)
-    with Progress(*columns, console=console) as progress:
+    with log, Progress(*columns, console=console) as progress:
         task = progress.add_task(args.recipe, total=1.0)
         step, tokens, fresh, since = -1, 0, 0, start
 

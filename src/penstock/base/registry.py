@@ -60,5 +60,8 @@ class Registry(Generic[P, M]):
     def names(self) -> list[str]:
         return sorted(self._entries)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

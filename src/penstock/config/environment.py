@@ -24,6 +24,7 @@ OTHERS: dict[str, str] = {
     "PENSTOCK_LLAMA_CPP": "Tests and benchmarks: where llama.cpp's programs are.",
     "PENSTOCK_FORMATS": "Tools: which formats of weights are measured.",
     "PENSTOCK_PARITY_LOG": "Tests: where differences from oracles are written down.",
+    "PENSTOCK_TESTS": "Tests: all runs all cases of grids that repeat one proof.",
     "PENSTOCK_LAW_EXAMPLES": "Tests: examples of each law.",
     "PENSTOCK_LAW_SEEDS": "Tests: seeds of each law.",
     "PENSTOCK_FUZZ_EXAMPLES": "Tests: examples of each fuzzed parser.",

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.kernels.interpreter import quicken
+
 os.environ["TRITON_INTERPRET"] = "1"
+quicken()
 
 NUMPY_SAYS = [
     # What a device does without a word: infinities and NaNs are results.

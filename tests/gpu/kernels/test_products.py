@@ -11,6 +11,7 @@ from penstock.backends.gpu.held import product_why_not  # noqa: E402
 from penstock.backends.gpu.placed import Placement  # noqa: E402
 from penstock.backends.gpu.tables import EXACT  # noqa: E402
 from tests.gpu.kernels import naive  # noqa: E402
+from tests.sampled import grid, some  # noqa: E402
 from tests.stored import random_stored  # noqa: E402
 
 products: Any = pytest.importorskip("penstock.backends.gpu.kernels.products", reason=naive.ABSENT)
@@ -72,13 +73,13 @@ def test_a_row_of_floats(outputs: int, inputs: int, kind: str) -> None:
     assert rows.product_row(x, w, into=torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [
-    (70, 192, 32), (16, 128, 64), (5, 4096, 128), (33, 384, 128), (3, 2048, 2048), (9, 4160, 64),
-])  # fmt: skip
-@pytest.mark.parametrize("zeros", ["none", "codes", "values"])
-@pytest.mark.parametrize(("bits", "code"), [(4, "int"), (4, "e2m1"), (8, "int")])
-def test_a_row_of_codes(outputs: int, inputs: int, group: int, zeros: str, bits: int, code: str) -> None:
+@pytest.mark.parametrize(("shape", "zeros", "kind"), some(grid(
+    [(70, 192, 32), (16, 128, 64), (5, 4096, 128), (33, 384, 128), (3, 2048, 2048), (9, 4160, 64)],
+    ["none", "codes", "values"], [(4, "int"), (4, "e2m1"), (8, "int")],
+), pairs=True))  # fmt: skip
+def test_a_row_of_codes(shape: tuple[int, int, int], zeros: str, kind: tuple[int, str]) -> None:
     """Against the product of many rows, which is compared with the decoded matrix."""
+    (outputs, inputs, group), (bits, code) = shape, kind
     x, scales = normal(1, 1, inputs), normal(3, outputs, inputs // group).abs() + 0.1
     codes = codes_of(2, outputs, inputs, 0, 16 if bits == 4 else 256).to(torch.uint8)
     held = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes

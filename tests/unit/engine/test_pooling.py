@@ -17,6 +17,7 @@ from penstock.launch.bundled import bundled_model
 from penstock.launch.llm import LLM
 from tests.engine.harness import Knobs, assert_idle, real_engine, request, tiny
 from tests.oracle import NaiveModel
+from tests.sampled import grid, some
 
 MODELS = ["llama_gqa", "slot", "latent"]
 POOLINGS = ["last", "mean", "cls"]
@@ -72,8 +73,7 @@ def pooled(core: Any, requests: list[Request]) -> dict[str, npt.NDArray[np.float
     return out
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("name", "pooling"), some(grid(names(), POOLINGS)))
 def test_vectors_are_the_naive_loops_in_chunks_and_in_company(name: str, pooling: str) -> None:
     spec, weights = tiny(name)
     core = real_engine(spec, weights, Knobs(budget=9, threshold=5, wire=True))

@@ -22,7 +22,7 @@ from benchmarks.quality.cla import CONVERSIONS, Weights, as_large, converted, fr
 
 from tests.unit.train.test_train_pooling import ROW, uptrained
 
-STEPS = 30
+STEPS = 24
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +79,7 @@ def test_C13_what_fewer_bytes_cost_a_model_that_goes_over_to_them(
     curve = {}
     for name, kv_heads, share in CONVERSIONS:
         spec, weights = model(kv_heads, share), converted(plain[0], kv_heads, share)
-        just, after = (trained(spec, weights, steps, ids)[1] for steps in (0, 8))
+        just, after = (trained(spec, weights, steps, ids)[1] for steps in (0, 4))
         curve[name] = (kv_bytes(spec), just, after)
     assert {name: curve["gqa"][0] // found[0] for name, found in curve.items()} == {
         "gqa": 1, "mqa": 3, "cla2": 2, "mlkv": 6, "mlkv3": 9

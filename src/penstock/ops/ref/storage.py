@@ -8,6 +8,7 @@ planes of their own (`core.cache_spec.run_name`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -112,15 +113,22 @@ def _runs(planes: Planes, name: str) -> Iterator[str]:
 
 def codec_of(planes: Planes, name: str) -> tuple[str, npt.NDArray[Any] | None]:
     """How the plane `name` is encoded, and the plane of its scales, if there is one."""
-    found, dtype = None, _DTYPES.get(planes[name].dtype.name, planes[name].dtype.name)
-    for codec in KV_CODECS:
-        traits = KV_CODECS.traits(codec)
-        if traits.dtype == dtype and traits.scales == "none":
-            found = codec
-        elif traits.dtype == dtype and (beside := scales_name(name, codec)) in planes:
+    plain, scaled = _codecs(planes[name].dtype, len(KV_CODECS))
+    for codec in scaled:
+        if (beside := scales_name(name, codec)) in planes:
             return codec, planes[beside]
-    assert found is not None, f"plane {name} is encoded, and nothing says how"
-    return found, None
+    assert plain is not None, f"plane {name} is encoded, and nothing says how"
+    return plain, None
+
+
+@cache
+def _codecs(dtype: np.dtype[Any], number: int) -> tuple[str | None, tuple[str, ...]]:
+    """Which codec keeps numbers of the type as they are, and which keep codes of it, among so many that there are."""
+    own = _DTYPES.get(dtype.name, dtype.name)
+    found = [(codec, KV_CODECS.traits(codec)) for codec in KV_CODECS]
+    plain = [codec for codec, traits in found if traits.dtype == own and traits.scales == "none"]
+    scaled = tuple(codec for codec, traits in found if traits.dtype == own and traits.scales != "none")
+    return (plain[-1] if plain else None), scaled
 
 
 def gather(plane: npt.NDArray[Any], pages: I32, lo: int, hi: int) -> F32:
