@@ -108,6 +108,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("KV contiguous-oracle", "memory", {"kv_allocator": "contiguous-oracle"}),
     Switch("KV virtual", "memory", {"kv_allocator": "virtual"}),
     Switch("KV vtensor", "memory", {"kv_allocator": "vtensor"}),
+    Switch("KV layerkv", "memory", {"kv_allocator": "layerkv", "swap_space": 0.1}),
     Switch("prefixes hash", "memory", {"prefix_cache": "hash"}),
     Switch("prefixes none", "memory", {"prefix_cache": "none"}),
     Switch("prefixes off", "memory", {"enable_prefix_caching": False}),

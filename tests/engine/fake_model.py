@@ -7,7 +7,7 @@ every layer must tell the same history, and a recurrent state must agree with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -67,12 +67,20 @@ class FakeForward:
         self.num_tokens = 0
         self.num_steps = 0
         self.max_batch = 0
+        self.num_layers = sum(group.pages_per_slab for group in groups)
+        self._pause: Callable[[int], None] | None = None
+
+    def pause(self, call: Callable[[int], None] | None) -> None:
+        self._pause = call
 
     def run(self, plan: StepPlan, planes: Sequence[Planes]) -> np.ndarray:
         self.num_steps += 1
         self.num_tokens += len(plan.token_ids)
         self.max_batch = max(self.max_batch, len(plan.seq_lens))
         hashes = np.zeros(len(plan.token_ids), dtype=np.int64)
+        if self._pause is not None:
+            self._in_turns(plan, planes, hashes)
+            return self._logits(plan, hashes)
         for b in range(len(plan.seq_lens)):
             lo, hi = int(plan.query_start_loc[b]), int(plan.query_start_loc[b + 1])
             total = int(plan.seq_lens[b])
@@ -111,11 +119,35 @@ class FakeForward:
                 assert state == hashes[lo:hi].tolist(), "a recurrent state does not belong to this history"
             for tail in tails:
                 assert tail == hashes[lo:hi].tolist(), "a window does not belong to this history"
+        return self._logits(plan, hashes)
+
+    def _logits(self, plan: StepPlan, hashes: np.ndarray) -> np.ndarray:
         return (
             np.stack([logits_of(int(hashes[r])) for r in plan.logits_indices])
             if len(plan.logits_indices)
             else (np.zeros((0, VOCAB), dtype=np.float32))
         )
+
+    def _in_turns(self, plan: StepPlan, planes: Sequence[Planes], hashes: np.ndarray) -> None:
+        """Layer by layer, all rows of each: models of one full group alone."""
+        assert self._pause is not None
+        assert len(self.groups) == 1, "one full group"
+        told: list[np.ndarray | None] = [None] * len(plan.seq_lens)
+        for i in range(self.num_layers):
+            self._pause(i)
+            for b, before in enumerate(told):
+                lo, hi = int(plan.query_start_loc[b]), int(plan.query_start_loc[b + 1])
+                start, pages = int(plan.positions[lo]), plan.groups[0].pages(b, i)
+                told[b] = self._paged(planes[0], pages, plan.groups[0].block_size, start, plan.token_ids[lo:hi])
+                assert before is None or np.array_equal(before, told[b]), "layers disagree about the history"
+        self._pause(self.num_layers)
+        for b, history in enumerate(told):
+            assert history is not None
+            lo, h = int(plan.query_start_loc[b]), 0
+            for p, t in enumerate(history.tolist()):
+                h = hash_step(h, int(t))
+                if p >= plan.positions[lo]:
+                    hashes[lo + p - int(plan.positions[lo])] = h
 
     def _tree(self, plan: StepPlan, planes: Sequence[Planes], b: int, lo: int, hi: int) -> list[int]:
         """Drafts that branch: the i-th token of the step lies in slot start + i and sees its own path only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.core.protocols import AttentionBackend
-from penstock.model.graph import STEP_INPUTS, Graph, Node, Value
+from penstock.model.graph import STEP_INPUTS, Graph, Node, Value, layer_bounds
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.step import Step
 from penstock.ops.table import Op, OpTable
@@ -48,6 +48,9 @@ class Program:
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
         made = _Lowering(graph, ops, attention)
         self.code, num_body = made.calls()
+        self._bounds = layer_bounds(graph, made.ends)
+        self.num_layers = len(self._bounds) - 1
+        self._pause: Callable[[int], None] | None = None
         self._body, self._head = self.code[:num_body], self.code[num_body:]
         self._hidden, self._logits = made.register(graph.hidden), made.register(graph.logits)
         self._registers: list[Any] = [None] * (made.num_registers + 1)
@@ -59,6 +62,10 @@ class Program:
     def watch(self, progress: int) -> None:
         """See `model.forward.WatchedForward`."""
         self._progress = ctypes.c_uint64.from_address(progress)
+
+    def pause(self, call: Callable[[int], None] | None) -> None:
+        """See `model.forward.LayeredForward`."""
+        self._pause = call
 
     def queries(self, num_tokens: int) -> list[F32]:
         """See `model.forward.ObservedForward`."""
@@ -84,7 +91,13 @@ class Program:
         registers[: len(STEP_INPUTS)] = [step, plan.token_ids, plan.positions, rows]
         # A row that went to infinity or NaN is reported by whoever reads its logits, and must not stop the others.
         with np.errstate(all="ignore"):
-            self._execute(self._body, registers)
+            first = 0
+            for n, bound in enumerate(self._bounds if self._pause is not None else ()):
+                self._execute(self._body[first:bound], registers)
+                first = bound
+                if self._pause is not None:
+                    self._pause(n)
+            self._execute(self._body[first:], registers)
             hidden = registers[self._hidden]
             registers[self._hidden] = hidden[:num_logits]
             self._execute(self._head, registers)
@@ -134,11 +147,14 @@ class _Lowering:
         self._made: list[tuple[BoundCall, tuple[_Key | int, ...], _Key | None]] = []
         self._names: dict[_Key, str] = {}
         self._registers: dict[_Key, int] = {}
+        self.ends = [0]
+        """Calls that the first so many nodes have become."""
         for i, node in enumerate(graph.nodes):
             if i == graph.head:
                 self._reach(graph.hidden)
                 self._num_body = len(self._made)
             self._lower(node)
+            self.ends.append(len(self._made))
         self._reach(graph.logits)
         self._kept = {self._key(graph.hidden), self._key(graph.logits)}
 

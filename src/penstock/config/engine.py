@@ -108,9 +108,15 @@ class CacheConfig(Section):
     )
     kv_allocator: str = setting(
         "paged",
-        "How sequences get KV memory. paged: blocks on demand. Baselines, without sharing: contiguous reserves "
-        "max_model_len, contiguous-pow2 a power of two, contiguous-oracle prompt + max_tokens; virtual reserves "
-        "addresses, vtensor backs these with chunks.",
+        "How sequences get KV memory. paged: blocks on demand; layerkv: layers wait in swap_space if it is short. "
+        "Baselines: contiguous, contiguous-pow2, contiguous-oracle reserve runs; virtual reserves addresses, vtensor "
+        "backs them with chunks.",
+    )
+    kv_layer_tpot: float | None = setting(
+        None,
+        "With kv_allocator layerkv: the most seconds of a step that decodes: whose layers would make it longer "
+        "waits with decoding. By default 1.2 times what such steps take without.",
+        above=0.0,
     )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")

@@ -100,4 +100,26 @@ class DropOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
     tier: int = DISK
 
 
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp
+class StreamOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
+    """Layers of one sequence that are away take two sets of pages in turns (`kv.layerkv`), within this step.
+
+    Before the `layers[i]`-th layer of the group runs, its blocks below `old` are copied from host memory, where that of
+    block b is page `homes[b] + layers[i]`, into the pages `sets[i % 2]`; behind it blocks `first` to `last` are
+    copied back.
+    """
+
+    group: int
+    layers: tuple[int, ...]
+    sets: tuple[tuple[int, ...], ...]
+    homes: tuple[int, ...]
+    old: int
+    first: int
+    last: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are copied."""
+        return len(self.layers) * (self.old + self.last - self.first)
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | StreamOp

@@ -110,8 +110,8 @@ class EngineCore:
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
             self.scheduler.pauses.observe(output, result)
-            if self.kv.stored is not None:
-                self.kv.stored.stepped(output, result)
+            for measure in self.kv.measures:
+                measure(output, result)
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.observe(output, result)
         if self.check_invariants:

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.base.clock import VirtualClock
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
-from penstock.core.page_ops import LoadOp, StoreOp
+from penstock.core.page_ops import LoadOp, StoreOp, StreamOp
 from penstock.core.protocols import Executor, StepTimer
 from penstock.core.step_shape import shape_of
 from penstock.executor.sim_files import SimFiles
@@ -78,7 +78,8 @@ class SimExecutor(Executor):
             if self._drafts is not None:
                 draft_s = self._drafts.draft_s(max(row.num_drafts for row in drafting), len(drafting))
         start_s = max(self._free_at_s, self._clock.now())
-        duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output, start_s) + draft_s
+        step_s = self._beside_s(output, self._timer.step_s(shape_of(rows)))
+        duration_s = step_s + self._copies_s(output, start_s) + draft_s
         if not rows and (ends := self._loads_end()):
             duration_s = max(duration_s, min(ends) - start_s)
         self._free_at_s = start_s + duration_s
@@ -86,6 +87,14 @@ class SimExecutor(Executor):
         # As a rank asks for what has been read and written: before it runs the rows, if there are any.
         heard_s = start_s if rows else self._free_at_s
         self._queue.append((output, duration_s, self._free_at_s, heard_s, verified, draft_s))
+
+    def _beside_s(self, output: SchedulerOutput, step_s: float) -> float:
+        """With layers that are copied while others compute: the longer of both, and one layer's."""
+        ops = [op for op in output.page_ops if isinstance(op, StreamOp)]
+        if not ops or not self._page_bytes:
+            return step_s
+        copy_s = self._timer.copy_s(sum(op.num_pages * self._page_bytes[op.group] for op in ops))
+        return max(step_s, copy_s) + copy_s / max(len(op.layers) for op in ops)
 
     def _loads_end(self) -> list[float]:
         """When the first loads on their way end."""

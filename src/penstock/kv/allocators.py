@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.kv.contiguous import ContiguousManager, Reserve
+from penstock.kv.layerkv import LayerKVManager
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import VirtualManager
 from penstock.kv.vtensor import VTensorManager
@@ -52,6 +53,14 @@ def contiguous_pow2(*args: Any, **options: Any) -> KVManager:
 def contiguous_oracle(*args: Any, **options: Any) -> KVManager:
     """A run of prompt + max_tokens: Orca (Oracle), if answers run to their limit."""
     return _contiguous("oracle", *args, **options)
+
+
+def layerkv(
+    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
+    max_model_len: int, max_num_seqs: int, layer_tpot: float | None = None, **options: Any,
+) -> KVManager:  # fmt: skip
+    """Blocks on demand, of some layers only where memory is short: LayerKV."""
+    return LayerKVManager(groups, num_slabs, block_size, most_s=layer_tpot, **_own(options))
 
 
 def virtual(

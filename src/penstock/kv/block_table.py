@@ -14,12 +14,14 @@ class BlockTable:
         base: blocks at the beginning that left the window; they are given up and stand as `core.batch.GONE`.
         dropped: tokens that a selection has taken out of each line (of a shared table: one number for all), so that the
             token at position p is in slot p - dropped; empty as long as nothing was.
+        away: layers whose content is in host memory between their turns; they have the same pages by turns, in two sets
+            (`kv.layerkv`).
         spare: slabs set aside for what a selection at the end of a step in flight will copy.
         aside: of a table that chose some tokens and lost none (`kv.aside`), where all are that it had computed by then,
             block by block: a slab, or ~i for the tier's i; one that is not full is not there.
     """
 
-    __slots__ = ("aside", "base", "dropped", "ids", "layers", "spare")
+    __slots__ = ("aside", "away", "base", "dropped", "ids", "layers", "spare")
 
     def __init__(self, ids: list[int] | None = None, layers: list[list[int]] | None = None, base: int = 0) -> None:
         self.ids: list[int] = [] if ids is None else ids
@@ -28,6 +30,7 @@ class BlockTable:
         self.dropped: list[int] = []
         self.spare: list[int] = []
         self.aside: list[int] = []
+        self.away: list[int] = []
 
     @property
     def held(self) -> list[int]:
@@ -36,8 +39,9 @@ class BlockTable:
 
     @property
     def held_pages(self) -> list[list[int]]:
-        """Layer by layer, the pages that it has (copies); no layer unless ragged."""
-        return [pages[self.base :] for pages in self.layers or ()]
+        """Layer by layer, the pages that it has (copies), each once; no layer unless ragged."""
+        twice = self.away[2:]
+        return [pages[self.base :] for i, pages in enumerate(self.layers or ()) if i not in twice]
 
     @property
     def num_blocks(self) -> int:

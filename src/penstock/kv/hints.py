@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +64,7 @@ class Hints:
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.num_pinned = 0
+        self.others: Callable[[], bool] | None = None
         self.counts: Counter[str] = Counter()
         self.pins: list[Pin] = []
         self._tree = cache if isinstance(cache, PrefixTree) else None
@@ -144,7 +145,9 @@ class Hints:
             self._tree.insight.admitted(seq)
 
     def give_way(self) -> bool:
-        """Nobody can run: the pin that would end first is dropped. False: there is none."""
+        """Nobody can run: the pin that would end first is dropped, or `others` give way. False: nobody does."""
+        if self.others is not None and self.others():
+            return True
         if not self.pins or self._tree is None:
             return False
         first = min(self.pins, key=lambda pin: pin.until_s)

@@ -6,13 +6,13 @@ Sources: vLLM, arXiv 2309.06180, section 4; SGLang, arXiv 2312.07104, section 3;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
 from penstock.config.selection import Keeping
-from penstock.core.batch import TableUpdate
+from penstock.core.batch import SchedulerOutput, StepOutput, TableUpdate
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
@@ -117,10 +117,12 @@ class KVManager:
         if offload:
             assert keeping is None, "selections take blocks back from the prefix cache"
             self.swaps.offload_from(self.cache)
+        self.measures: list[Callable[[SchedulerOutput, StepOutput], None]] = []  # hear of each step that is done
         self.stored: StoredBlocks | None = None
         if store is not None:
             assert keeping is None, "what selections leave is no whole block"
             self.stored = StoredBlocks(store, self.swaps, self.groups, self._outbox, block_size)
+            self.measures.append(self.stored.stepped)
         self.events: EventRecorder | None = None
         """What has changed in the prefix cache, its tier and the store. None: nobody asks."""
         if events is not None:
@@ -510,9 +512,8 @@ class KVManager:
     @property
     def reclaiming(self) -> bool:
         """Memory is on its way: some becomes free or evictable when a step in flight retires, or a load ends, for whom
-        somebody may have waited who is gone. Preempting can wait.
-
-        Windows slide at almost every step; that helps nobody as long as their pool is not what is short.
+        somebody may have waited who is gone. Preempting can wait. Windows slide at almost every step; that helps nobody
+        as long as their pool is not what is short.
         """
         return bool(self._leaving or self.swaps.loads) or any(
             pool.waiting and not (isinstance(pool, WindowPool) and pool.num_free + pool.num_idle) for pool in self.pools

@@ -43,7 +43,8 @@ class KVStats:
     Prefix counters count every admission that looked, also those after a preemption. `num_selections`: times that a
     sequence gave up a part of its cache. `num_aside_blocks`: that one had set aside on the device, and that went to
     host memory (`kv.aside`). `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
-    tier, and had back.
+    tier, and had back. `num_layerwise`: admissions with layers away (`kv.layerkv`); `num_layers_back`: layers that
+    came back; `num_layer_waits`: decodes that waited a step for theirs.
     """
 
     groups: tuple[GroupStats, ...]
@@ -58,13 +59,17 @@ class KVStats:
     num_loaded_blocks: int = 0
     num_offloaded_bytes: int = 0
     num_loaded_bytes: int = 0
+    num_layerwise: int = 0
+    num_layers_back: int = 0
+    num_layer_waits: int = 0
     store: dict[str, float] = field(default_factory=dict)
     """Of a store outside this process, if there is one."""
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
-                 "num_loaded_blocks", "num_offloaded_bytes", "num_loaded_bytes")  # fmt: skip
+                 "num_loaded_blocks", "num_offloaded_bytes", "num_loaded_bytes", "num_layerwise", "num_layers_back",
+                 "num_layer_waits")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names} | self.store
 
 

@@ -50,12 +50,14 @@ class SwapIn(NamedTuple):
 class Swaps:
     """Attributes:
     tier: where sequences wait.
+    homes: blocks there of sequences that run while layers of them are away, by sequence (`kv.layerkv`).
     loads: late loads that no step has reported yet, by number. Each has a reference on the slabs that it writes, so
         that nobody gets them if the sequence that waits for it goes.
     """
 
     def __init__(self, tier: IdTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int) -> None:
         self.tier = tier
+        self.homes: dict[int, list[int]] = {}
         self.kept = KeptCopies(tier, groups, block_size)
         self.loads: dict[int, SwapIn] = {}
         self._tree: PrefixTree | None = None
@@ -222,6 +224,8 @@ class Swaps:
         for kept in self.kept.contents():
             for g, column in enumerate(kept):
                 held[g] += column
+        for ids in self.homes.values():
+            held[0] += ids
         copies = [load.copy for load in self.loads.values()]
         for seq in live:
             for g, table in enumerate(seq.tables):

@@ -217,6 +217,7 @@ def engine_core(
         store=store,
         events=events,
         pin_share=config.cache.kv_pin_share,
+        **({"layer_tpot": config.cache.kv_layer_tpot} if config.cache.kv_allocator == "layerkv" else {}),
     )
     scheduler = Scheduler(
         kv,

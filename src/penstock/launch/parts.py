@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backends.backend import Backend
 from penstock.base.clock import Clock
+from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.offload import offload_of
 from penstock.core.cache_spec import HIDDEN
@@ -21,13 +22,14 @@ from penstock.launch.kv_store import address_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
-from penstock.model.forward import Forward, StepLimits, WarmedForward
+from penstock.model.forward import Forward, LayeredForward, StepLimits, WarmedForward
 from penstock.ops.plan import Planes
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.chunks import ChunkedStorage
+from penstock.runner.layer_streams import LayerStreams
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.outside import Outside
 from penstock.runner.remote_blocks import RemoteBlocks
@@ -101,6 +103,15 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
             storage.outside = RestoredOutside(tiers, restorer, plan.block_size)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
+    streams = None
+    if config.cache.kv_allocator == "layerkv":
+        if not isinstance(parts.forward, LayeredForward):
+            raise ConfigError(
+                "kv_allocator: layerkv moves layers while others compute, and what runs this model cannot pause "
+                "between them; use ops native or ref, or another allocator",
+                field="kv_allocator",
+            )
+        streams = LayerStreams(parts.forward, storage)
     selections = None
     if parts.select is not None and keeping is not None:
         selections = make_selections(*parts.select, keeping, rows, storage)
@@ -128,6 +139,7 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         selections=selections,
         keeping=keeping,
         num_own_groups=num_own,
+        streams=streams,
         depth=depth,
         strict=poison,
     )

@@ -89,6 +89,18 @@ class WatchedForward(Forward, Protocol):
 
 
 @runtime_checkable
+class LayeredForward(Forward, Protocol):
+    """A model that can pause between its layers."""
+
+    num_layers: int
+
+    def pause(self, call: Callable[[int], None] | None) -> None:
+        """From now on `call(n)` is called before layer n of every run, and `call(num_layers)` behind the last; None:
+        nobody is. What it raises ends the run."""
+        ...
+
+
+@runtime_checkable
 class ObservedForward(Forward, Protocol):
     """A model that was built to show its queries (`model.builder.build`, `observe`)."""
 

@@ -108,6 +108,22 @@ class Graph:
         )  # fmt: skip
 
 
+def layer_bounds(graph: Graph, ends: Sequence[int]) -> tuple[int, ...]:
+    """Where a lowered graph may pause: [num_layers + 1], the first call of each layer, and of what comes behind them.
+
+    `ends`: [num_nodes + 1], calls that the first so many nodes have become. What a layer has in common with one before
+    it, and was joined with that, comes there.
+    """
+    places = [(node.layer, i) for i, node in enumerate(graph.nodes) if node.layer != NO_LAYER]
+    if not places:
+        return (ends[graph.head],)
+    last = max(i for _, i in places)
+    bounds = [ends[last + 1]]
+    for layer in range(max(layer for layer, _ in places), -1, -1):
+        bounds.append(min([bounds[-1], *(ends[i] for other, i in places if other == layer)]))
+    return tuple(reversed(bounds))
+
+
 def view_of(op: str, x: Value, bound: Sequence[Any], name: str) -> Value | None:
     """What an operation gives that computes nothing; None for others."""
     match op:

@@ -25,6 +25,7 @@ from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan
 from penstock.plan.hidden import hidden_decision
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
+from penstock.plan.layerkv import check_layerkv
 from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
 from penstock.plan.positions import rope_decision
 from penstock.plan.weights import (
@@ -132,6 +133,7 @@ def resolve(
         max_model_len=max_model_len,
     )
     decisions.extend(why_drafts)
+    check_layerkv(config, groups, len(spec.layers))
     all_weights = check_draft_weights(weight_bytes, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)

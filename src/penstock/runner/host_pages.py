@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 from penstock.core.cache_spec import CacheGroup
@@ -30,16 +30,12 @@ class HostPages:
         assert 0 <= op.dst <= self.num_pages[op.group] - op.count, f"{op}: destination outside the tier"
         for name, array in self.planes[op.group].items():
             array[op.dst : op.dst + op.count] = planes[name][op.src : op.src + op.count]
-        if self._sums is not None:
-            for page in range(op.dst, op.dst + op.count):
-                self._sums[op.group, page] = self._sum(op.group, page)
+        self.sum_up(op.group, range(op.dst, op.dst + op.count))
 
     def load(self, op: LoadOp, planes: Planes) -> bool | None:
         assert 0 <= op.src <= self.num_pages[op.group] - op.count, f"{op}: source outside the tier"
-        if self._sums is not None:
-            for page in range(op.src, op.src + op.count):
-                if self._sums.get((op.group, page)) != self._sum(op.group, page):
-                    return False
+        if not self.is_good(op.group, range(op.src, op.src + op.count)):
+            return False
         for name, array in self.planes[op.group].items():
             planes[name][op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
         return True
@@ -52,6 +48,17 @@ class HostPages:
 
     def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
         return {}
+
+    def sum_up(self, group: int, pages: Iterable[int]) -> None:
+        """These have been stored."""
+        if self._sums is not None:
+            for page in pages:
+                self._sums[group, int(page)] = self._sum(group, int(page))
+
+    def is_good(self, group: int, pages: Iterable[int]) -> bool:
+        """Whether these are what was stored."""
+        sums = self._sums
+        return sums is None or all(sums.get((group, int(page))) == self._sum(group, int(page)) for page in pages)
 
     def _sum(self, group: int, page: int) -> int:
         total = 0

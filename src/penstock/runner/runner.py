@@ -32,6 +32,7 @@ from penstock.ops.plan import I32, StepPlan
 from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.kernel_sampler import KernelSampler
+from penstock.runner.layer_streams import LayerStreams
 from penstock.runner.pooling import Pooler
 from penstock.runner.promised import Promises
 from penstock.runner.rows import RowStore
@@ -100,6 +101,7 @@ class Runner:
         num_own_groups: int | None = None,
         depth: int = 1,
         strict: bool = False,
+        streams: LayerStreams | None = None,
     ) -> None:
         """
         Args:
@@ -110,6 +112,7 @@ class Runner:
             keeping: rows may drop tokens.
             num_own_groups: leading groups that `forward` looks at, if not all; the others belong to draft models.
             depth: steps in flight; with two a row may be promised a token.
+            streams: layers of `storage` that are away; None: none ever is.
             strict: each step checks that no row writes a page of another (tests).
         """
         self.packed_file = ""  # what builds it knows
@@ -137,6 +140,7 @@ class Runner:
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
         self._clock = clock
         self._strict = strict
+        self._streams = streams
         self._promises = Promises(rows, sampler.chain) if depth > 1 else None
         self._spoil_from: int | None = None
         self._moves: dict[int, bool] = {}
@@ -260,6 +264,8 @@ class Runner:
 
         Shapes: logits [R, V], or the largest of each row where nothing else is wanted; hidden states [P, E].
         """
+        if self._streams is not None:
+            self._streams.begin()
         if planned.hidden.size:
             assert isinstance(self._forward, PoolingForward), "this model gives no hidden states"
             plan = replace(planned.step, hidden_indices=planned.hidden)

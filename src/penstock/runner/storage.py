@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
+from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp, StreamOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
@@ -72,6 +72,8 @@ class Storage:
         }
         self.outside: Outside | None = None
         """Tiers outside this process, if there are any."""
+        self.streams: list[StreamOp] = []
+        """Of the step that was planned last: `runner.layer_streams` carries them out while it runs."""
         self._backed = [0] * len(groups)
 
     @property
@@ -105,7 +107,11 @@ class Storage:
         bug (AssertionError).
         """
         moves = self.ended()
+        self.streams = []
         for op in ops:
+            if isinstance(op, StreamOp):
+                self.streams.append(op)
+                continue
             if isinstance(op, PutOp | GetOp | DropOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
                 self.outside.order(op)

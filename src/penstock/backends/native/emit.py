@@ -16,7 +16,7 @@ from penstock.backends.native.state_forms import Form, plane_names, state_form
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
 from penstock.model.fuse import Part, Same, inputs_of, runs_of
-from penstock.model.graph import Graph, Node, Value
+from penstock.model.graph import Graph, Node, Value, layer_bounds
 from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
 from penstock.ops.native.matrix import Packed, Segments
 from penstock.ops.native.packers import DTYPES
@@ -42,6 +42,8 @@ class Emitted:
     head: int
     hidden: int
     logits: int
+    bounds: tuple[int, ...]
+    """See `model.graph.layer_bounds`."""
     queries: list[tuple[int, int]]
     """Registers that keep observed queries until the next run, and into how many heads they fall."""
     tokens_read: npt.NDArray[np.int64]
@@ -95,13 +97,14 @@ def emit(
 ) -> Emitted:  # fmt: skip
     """`max_tokens`: of a sequence; `same`: see `fuse`. Raises: NotNativeError for what has no native form."""
     e = _Emitter(graph, groups, matrices, max_tokens, same)
-    head = 0
+    ends = [0]
     for i, node in enumerate(graph.nodes):
-        if i == graph.head:
-            head = len(e.ops)
         e.node(i, node)
-    ends = e.register(graph.hidden), e.register(graph.logits)
-    return Emitted(e.ops, e.labels, e.layout, head, *ends, e.queries, e.tokens_read)
+        ends.append(len(e.ops))
+    return Emitted(
+        e.ops, e.labels, e.layout, ends[graph.head], e.register(graph.hidden), e.register(graph.logits),
+        layer_bounds(graph, ends), e.queries, e.tokens_read,
+    )  # fmt: skip
 
 
 class _Emitter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.matrix_format import NONE, Scheme, is_kept
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph
-from penstock.ops.native.abi import PANEL, Kind
+from penstock.ops.native.abi import PANEL, Kind, StepArgs
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
@@ -79,6 +79,8 @@ class NativeForward:
         self._planes: tuple[Planes, ...] | None = None
         self._native: NativeProgram | None = None
         self._end = len(self._code.ops)
+        self.num_layers = len(self._code.bounds) - 1
+        self._pause: Callable[[int], None] | None = None
         self._best, self._finite = memoryview(b""), bytearray()
         """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
         self._memory = StepMemory(len(groups))
@@ -102,14 +104,28 @@ class NativeForward:
         """Logits [R, V] of `plan.logits_indices`, as float32. Mutates: the planes, at this step's tokens."""
         num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
         native = self._ready(num_tokens, planes)
-        native.run(self._memory.args(plan, plan.logits_indices), 0, self._end)
+        self._run(native, self._memory.args(plan, plan.logits_indices), self._end)
         return native.values(self._code.logits, num_logits)
+
+    def pause(self, call: Callable[[int], None] | None) -> None:
+        """See `model.forward.LayeredForward`. The threads wait as they do between steps."""
+        self._pause = call
+
+    def _run(self, native: NativeProgram, args: StepArgs, end: int | None = None) -> None:
+        """From the first operation on."""
+        first = 0
+        if self._pause is not None:
+            for n, bound in enumerate(self._code.bounds):
+                native.run(args, first, bound)
+                self._pause(n)
+                first = bound
+        native.run(args, first, end)
 
     def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | F32:
         """See `model.forward.GreedyForward`."""
         num_logits = len(plan.logits_indices)
         native = self._ready(len(plan.token_ids), planes)
-        native.run(self._memory.args(plan, plan.logits_indices))
+        self._run(native, self._memory.args(plan, plan.logits_indices))
         if self._finite.find(0, 0, num_logits) < 0:
             return self._best[:num_logits].tolist()
         return native.values(self._code.logits, num_logits)
@@ -123,7 +139,7 @@ class NativeForward:
         # A row may be wanted twice, so there can be more rows than tokens.
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
         native = self._ready(max(len(plan.token_ids), len(rows)), planes)
-        native.run(self._memory.args(plan, rows), 0, self._code.head)
+        self._run(native, self._memory.args(plan, rows), self._code.head)
         hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)

@@ -54,6 +54,7 @@ LABELS: dict[str, Label] = {
     "prefix_cache": _SYSTEM,
     "eviction": _SYSTEM,
     "kv_allocator": _SYSTEM,
+    "kv_layer_tpot": _SYSTEM,
     "block_size": _SYSTEM,
     "swap_space": _SYSTEM,
     "swap_tier": _SYSTEM,
