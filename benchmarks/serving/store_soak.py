@@ -1,12 +1,13 @@
 """Engines over one folder of KV blocks that are killed while they read and write, on a disk that fails.
 
     python -m benchmarks.serving.store_soak --kills 300 --faults 300 --out store-soak.json
+    python -m benchmarks.serving.store_soak --remote --kills 100 --out store-soak-remote.json
 
 Each engine answers the same texts, drawn in another order, until it is killed -9 at a moment that is drawn too; a share
 of its reads find a file that was changed, cut or removed, a share of its writes fail as on a full disk. Every answer is
 held against that of an engine without a store; at the end every file is verified, and an engine that is left alone
 must find no half-written ones. Equal seeds draw equal moments and faults; how far an engine got by then is up to the
-machine.
+machine. `--remote`: `remote_soak`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def texts(seed: int) -> list[list[int]]:
     return [stem[: 20 * n] + [rng.randrange(3, 250) for _ in range(rng.randrange(20, 200))] for n in range(NUM_TEXTS)]
 
 
-def engine(folder: str) -> Any:
+def engine(folder: str = "", **more: Any) -> Any:
     from penstock import LLM
 
-    more = {} if folder == "" else {"kv_offload": f"disk:{folder},2MiB"}
+    more = {"kv_offload": f"disk:{folder},2MiB"} if folder else more
     return LLM("nano", skip_tokenizer_init=True, num_gpu_blocks_override=48, max_model_len=512, block_size=16, **more)
 
 
@@ -77,11 +78,16 @@ def disturb(seed: int, told: Any) -> None:
 
 
 def child(folder: str, seed: int) -> int:
-    def say(**what: Any) -> None:
-        print(json.dumps(what), flush=True)
-
     disturb(seed, lambda fate: say(fault=fate))
-    llm, rng = engine(folder), random.Random(seed)
+    return answer(engine(folder), random.Random(seed))
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def answer(llm: Any, rng: random.Random) -> int:
+    """Again and again, and tells each time."""
     say(ready=True)
     prompts = texts(1)
     while True:
@@ -89,7 +95,8 @@ def child(folder: str, seed: int) -> int:
         started = time.monotonic()
         got = dict(zip(chosen, answers_of(llm, prompts, chosen), strict=True))
         stored = llm.engine.core.kv.stored
-        say(answers=got, s=time.monotonic() - started, read=stored.tiers[0].num_loaded, lost=stored.tiers[0].num_lost)
+        read, lost = (sum(getattr(tier, name) for tier in stored.tiers) for name in ("num_loaded", "num_lost"))
+        say(answers=got, s=time.monotonic() - started, read=read, lost=lost, misses=stored.misses)
         if rng.random() < 0.5:
             llm.reset_prefix_cache()
 
@@ -107,7 +114,7 @@ def soak(kills: int, faults: int, seed: int, folder: Path, say: Any = lambda tex
     from penstock.launch.kv_store import open_existing, places
     from penstock.runner.block_files import is_whole
 
-    right = answers_of(engine(""), texts(1), range(NUM_TEXTS))
+    right = answers_of(engine(), texts(1), range(NUM_TEXTS))
     rng = random.Random(seed)
     told: dict[str, Any] = {
         "kills": 0, "faults": {}, "answers": 0, "wrong": 0, "stuck": 0, "blocks_read": 0, "blocks_lost": 0,
@@ -170,19 +177,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out")
+    parser.add_argument("--remote", action="store_true", help="servers of blocks are killed, instead of engines")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
         return child(args.child[0], int(args.child[1]))
+    from benchmarks.serving import remote_soak
     from rich.console import Console
 
     console = Console()
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         began = time.monotonic()
-        told = soak(args.kills, args.faults, args.seed, Path(folder) / "kv", status.update)
+        if args.remote:
+            told = remote_soak.soak(args.kills, args.seed, Path(folder), status.update)
+        else:
+            told = soak(args.kills, args.faults, args.seed, Path(folder) / "kv", status.update)
         told["s"] = round(time.monotonic() - began, 1)
     console.print_json(json.dumps(told))
-    save(args.out, about(asked={"kills": args.kills, "faults": args.faults, "seed": args.seed}, told=told))
+    save(
+        args.out,
+        about(asked={"kills": args.kills, "faults": args.faults, "seed": args.seed, "remote": args.remote}, told=told),
+    )
     return 1 if told["wrong"] or told["stuck"] or told["left_half_written"] else 0
 
 

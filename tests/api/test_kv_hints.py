@@ -298,6 +298,9 @@ def test_warm_fills_a_folder_that_a_server_reads(tmp_path: Path) -> None:
         for name in ("kv_tier_blocks", "kv_tier_hit_tokens_total", "prefix_cache_missed_tokens_total"):
             assert f"penstock:{name}" in text
         assert "penstock:kv_found_block_age_seconds_bucket" in text
+        assert 'tier="disk"' in next(
+            line for line in reversed(text.splitlines()) if "found_block_age_seconds_count" in line
+        )
 
 
 @needs_browser

@@ -283,14 +283,19 @@ def test_tiers_outside_are_told_by_name_and_misses_by_reason(tmp_path: Path, mon
     shutil.rmtree(tmp_path / "kv")
     with small(**settings) as live:
         complete(live, prompt=prompts[0], max_tokens=1)
-        found = until_told(live, "penstock:tier_read_blocks_total{tier=remote}")
-        assert found["penstock:tier_read_blocks_total{tier=remote}"] >= 2
-        assert found["penstock:tier_read_blocks_total{tier=disk}"] == 0
-        assert found["penstock:tier_bytes{tier=remote}"] > 0
+        found = until_told(live, "penstock:kv_tier_read_blocks_total{tier=remote}")
+        assert found["penstock:kv_tier_read_blocks_total{tier=remote}"] >= 2
+        assert found["penstock:kv_tier_read_blocks_total{tier=disk}"] == 0
+        assert found["penstock:kv_tier_bytes{tier=remote}"] > 0
+        assert found["penstock:kv_tier_read_bytes_total{tier=remote}"] > 0
+        assert found["penstock:kv_tier_hit_tokens_total{tier=remote}"] > 0
+        assert not any(name.startswith(("penstock:store_", "penstock:tier_")) for name in found), (
+            "one family for all tiers"
+        )
         blocks.close()
         thread.join(5)
         complete(live, prompt=prompts[1], max_tokens=1)
-        name = "penstock:tier_misses_total"
+        name = "penstock:kv_tier_misses_total"
         misses = {found: value for found, value in until_told(live, name).items() if found.startswith(name)}
         assert sum(misses.values()) >= 2
         assert all("tier=remote" in each for each in misses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.base.hashing import digest
-from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.core.kv_events import DEVICE, DISK, HOST, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.core.page_ops import STATE
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
@@ -24,7 +24,7 @@ class Follower:
 
     def __init__(self, *, include_token_ids: bool = False) -> None:
         self.settings = EventSettings(SECRET, include_token_ids)
-        self.held: Held = {DEVICE: set(), HOST: set(), DISK: set()}
+        self.held: Held = {DEVICE: set(), HOST: set(), DISK: set(), REMOTE: set()}
         self.texts: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         """What each block follows and holds, as the device's events said."""
         self.nameless: set[int] = set()
@@ -90,7 +90,7 @@ def kept(core: EngineCore, requests: Iterable[Request]) -> Held:
     recorder, cache = core.kv.events, core.kv.cache
     assert recorder is not None
     names = recorder._names
-    held: Held = {DEVICE: set(), HOST: set(), DISK: set()}
+    held: Held = {DEVICE: set(), HOST: set(), DISK: set(), REMOTE: set()}
     whose = {(r.namespace, r.taint) for r in requests}
     roots = {digest(namespace, taint.encode()): names.root(namespace, taint) for namespace, taint in whose}
     for key, root in cache._roots.items():  # type: ignore[attr-defined]
@@ -103,10 +103,10 @@ def kept(core: EngineCore, requests: Iterable[Request]) -> Held:
             assert not hashes & (held[DEVICE] | held[HOST])
             held[DEVICE if node.slabs else HOST] |= hashes
             stack += [(child, chain[-1]) for child in node.children.values()]
-    if core.kv.stored is not None:
-        entries = core.kv.stored.tiers[0].index._entries
-        paths = (path.rpartition("/")[2] for path in entries if not path.endswith(STATE))
-        held[DISK] = {hash_of(bytes.fromhex(name.partition("-")[0])) for name in paths}
+    for tier in core.kv.stored.tiers if core.kv.stored is not None else ():
+        paths = (path.rpartition("/")[2] for path in tier.index._entries if not path.endswith(STATE))
+        medium = {"disk": DISK, "remote": REMOTE}[tier.name]
+        held[medium] = {hash_of(bytes.fromhex(name.partition("-")[0])) for name in paths}
     return held
 
 

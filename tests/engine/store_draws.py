@@ -30,9 +30,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from penstock.core.events import StoreNews
+from penstock.core.kv_hints import KVHint
 from penstock.core.model_spec import cache_groups
-from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, GetOp, KeepOp, PutOp
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import StepShape
@@ -60,10 +63,10 @@ REASONS = ["lost", "slow", "unreachable", "frame"]
 
 
 class Disk:
-    """A drawn disk, and a drawn server of blocks. `truth`: bytes by path, of all engines so far; `served`: what the
+    """A drawn disk, and drawn servers of blocks. `truth`: bytes by path, of all engines so far; `served`: what each
     server has."""
 
-    def __init__(self, rng: random.Random, truth: dict[str, bytes], served: dict[str, bytes]) -> None:
+    def __init__(self, rng: random.Random, truth: dict[str, bytes], served: dict[str, dict[str, bytes]]) -> None:
         self.rng, self.truth, self.served = rng, truth, served
         self.read_fails = rng.choice([0.0, 0.1, 0.3, 0.6])
         self.write_fails = rng.choice([0.0, 0.2])
@@ -73,6 +76,8 @@ class Disk:
         self.refuses = rng.choice([0.0, 0.1])
         self.rates = rng.choice([0.1, 1.0, 10.0])
         self.forced = rng.choice([None, None, 0.0, 0.4, 0.9])
+        self.away = rng.choice([0.0, 0.05, 0.4])
+        """How often a server does not say what it has, so that all of it is forgotten."""
 
     # -- in place of methods of BlockFiles ---------------------------------------------------------------------------
 
@@ -152,33 +157,38 @@ class Disk:
         if self.rng.random() < share:
             raise PeerError(self.rng.choice(REASONS), "drawn")
 
+    def of(self, peer: BlockPeer) -> dict[str, bytes]:
+        return self.served.setdefault(str(peer.address), {})
+
     def peer_get(self, peer: BlockPeer, path: str, most: int) -> bytearray | None:
         self.fails(self.read_fails / 2)
-        if path in self.served and self.rng.random() < self.read_fails / 2:
-            fate, data = self.rng.choice(FATES), bytearray(self.served[path])
+        served = self.of(peer)
+        if path in served and self.rng.random() < self.read_fails / 2:
+            fate, data = self.rng.choice(FATES), bytearray(served[path])
             data[-40:-39] = bytes([data[-40] ^ 1])
-            self.served.pop(path)
+            served.pop(path)
             if fate != "gone":
-                self.served[path] = bytes(data if fate == "flip" else data[:-9])
-        block = self.served.get(path)
+                served[path] = bytes(data if fate == "flip" else data[:-9])
+        block = served.get(path)
         return None if block is None else bytearray(block)
 
     def peer_put(self, peer: BlockPeer, path: str, data: bytearray) -> bool:
         self.fails(self.write_fails)
         if self.rng.random() < self.refuses:
             return False
-        self.served[path] = bytes(data)
+        self.of(peer)[path] = bytes(data)
         return True
 
     def peer_drop(self, peer: BlockPeer, path: str) -> None:
         self.fails(self.write_fails)
-        self.served.pop(path, None)
+        self.of(peer).pop(path, None)
 
     def peer_list(self, peer: BlockPeer, ask: Ask) -> BlockListing:
-        self.fails(self.read_fails / 4)
-        for path in self.rng.sample(sorted(self.served), len(self.served) // 20):
-            self.served.pop(path)  # others needed the room
-        found = [(path, len(data)) for path, data in sorted(self.served.items()) if path.startswith(ask.prefix)]
+        self.fails(self.away)
+        served = self.of(peer)
+        for path in self.rng.sample(sorted(served), len(served) // 20):
+            served.pop(path)  # others needed the room
+        found = [(path, len(data)) for path, data in sorted(served.items()) if path.startswith(ask.prefix)]
         return BlockListing("life", 0, True, False, found, [])
 
     def took(self, files: BlockFiles) -> tuple[int, float, float] | None:
@@ -194,7 +204,7 @@ class Disk:
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def copied(self, files: BlockFiles, order: Any) -> None:
-        if not isinstance(order, DropOp):
+        if not isinstance(order, DropOp | KeepOp):
             op, copy = order
             data = bytes(copy[16:-32])
             assert self.truth.setdefault(op.path, data) == data, f"{op} is not what was written under this name"
@@ -237,7 +247,8 @@ def drawn(disk: Disk) -> Iterator[None]:
 def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
     """`full`: whether all groups keep their whole context; blocks of others do not go to the host."""
     k = draw_knobs(rng)
-    tiers = rng.choice([[f"disk:{folder}"], ["remote:127.0.0.1:1"], [f"disk:{folder}", "remote:127.0.0.1:1"]])
+    remotes = [f"remote:127.0.0.1:{n}" for n in (1, 2)][: rng.choice([1, 1, 2])]
+    tiers = rng.choice([[f"disk:{folder}"], remotes, [f"disk:{folder}", *remotes]])
     k.block_size, k.kv_offload, k.kv_offload_secret_file = 4, " ".join(tiers), str(folder.parent / "shared")
     k.num_blocks = rng.choice([24, 32, 48, 128])
     k.window_blocks = min(k.window_blocks, k.num_blocks)
@@ -254,6 +265,7 @@ def news_of(core: EngineCore, rng: random.Random) -> Any:
     has."""
     assert core.store_news is not None
     looks: Any = core.store_news.__self__.looks  # type: ignore[attr-defined]
+    often = rng.choice([0.05, 0.3])
     first = [_sorted(news) for look in looks for news in look._news]
     for look in looks:
         look._news.clear()
@@ -262,7 +274,7 @@ def news_of(core: EngineCore, rng: random.Random) -> Any:
         told = first[:]
         first.clear()
         for look in looks:
-            if rng.random() < 0.05:
+            if rng.random() < often:
                 found = look.look()
                 told += [_sorted(n) for n in (look._news if found is None else [found])]
                 look._news.clear()
@@ -283,6 +295,11 @@ def is_read(seq: Sequence) -> bool:
     return seq.status is Status.LOADING or (seq.node is not None and seq.node.front is not None)
 
 
+def drawn_hints(rng: random.Random) -> list[KVHint]:
+    tokens, ttl_s = rng.choice([0, 3, 9, 20]), rng.choice([0.001, 0.05, 60.0])
+    return [KVHint(rng.choice(["retain", "pin", "demote"]), ttl_s, tokens) for _ in range(rng.randrange(3))]
+
+
 def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *, note: str) -> Collector:
     """As `harness.disturbed`, beside others with the same beginnings who leave before they are done."""
     stem = max((r.prompt_token_ids for r in requests), key=len)
@@ -291,6 +308,9 @@ def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *,
         for n in range(4)
     ]
     collector, todo, times, often = Collector(), [*requests, *guests], 30, rng.choice([0.1, 0.3, 0.6])
+    if rng.random() < 0.5:
+        todo = [msgspec.structs.replace(r, hints=drawn_hints(rng)) for r in todo]
+        core.kv.hints._pin_share = rng.choice([0.2, 0.9])
     rng.shuffle(todo)
     leaving = {r.request_id for r in guests}
     steps = 0
@@ -344,7 +364,7 @@ def run_seed(
         (place / "shared").write_text(LINE)
         (place / "shared").chmod(0o600)
         (kv / "secret").write_bytes(read_secrets(place / "shared").blocks)
-        served: dict[str, bytes] = {}
+        served: dict[str, dict[str, bytes]] = {}
         for number in range(engines):
             disk, k = Disk(rng, truth, served), knobs_of(rng, kv, full=full)
             k.kv_offload_format = form

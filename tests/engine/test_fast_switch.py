@@ -16,6 +16,7 @@ from penstock.core.request import Abort, Control, Request
 from penstock.core.sequence import Status
 from penstock.executor.sim import SimExecutor
 from penstock.kv.fast_switch import runs
+from penstock.kv.tier_facts import counters_of
 from tests.engine.fake_model import VOCAB, spec
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, plain_core, request
 from tests.engine.naive import fake_logits, generate
@@ -65,7 +66,7 @@ def test_A13_who_is_swapped_again_copies_only_what_is_new_and_in_runs() -> None:
     pages = core.kv.swaps.tier.pools[0].pages_per_slab
     # 25 tokens: 7 blocks in one run. 29: of 8 blocks 6 were full. 33: of 9 blocks 7 were.
     assert counts == [([7 * pages], 7 * pages), ([2 * pages], 8 * pages), ([2 * pages], 9 * pages)]
-    assert core.kv.swaps.kept.num_reused == 6 + 7
+    assert core.kv.swaps.kept.num_reused == counters_of(core.kv)["reused_blocks"] == 6 + 7
     assert core.stats.num_recomputed_tokens == 0
     assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
 

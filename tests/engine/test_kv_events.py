@@ -200,7 +200,7 @@ def test_a_reset_clears_all_but_what_a_store_holds(tmp_path: Path) -> None:
 
 def test_strange_files_of_a_store_are_no_events(tmp_path: Path) -> None:
     index = StoreIndex(1 << 20)
-    recorder = EventRecorder(BlockNames(SECRET, "model", 4), include_token_ids=False, store=index)
+    recorder = EventRecorder(BlockNames(SECRET, "model", 4), include_token_ids=False, stores={DISK: index})
     name = bytes(range(16))
     path = f"model/a/{name.hex()}-0"
     strange = ["model/a/notes.txt", f"other/a/{name.hex()}-0", f"{path}{STATE}", f"{path}\n", "model/a/-1", "x"]

@@ -32,7 +32,7 @@ from tests.engine.harness import (
     tiny,
 )
 from tests.engine.naive import fake_logits, generate
-from tests.engine.test_kv_store import ended, knobs, written
+from tests.engine.test_kv_store import ended, kept, knobs, written
 from tests.engine.test_laws_models import CONTROLS, check, draw_knobs, workload
 
 
@@ -443,6 +443,83 @@ def test_pins_of_a_folder_leave_it_last_and_are_in_the_log(tmp_path: Path) -> No
     assert cached(core, text(1), tenant="a", namespace=b"a") == 36
     told = [item.pins for i in recorder.iterations for item in i.intake if isinstance(item, StoreNews) and item.pins]
     assert told == [[mine]], "the pin whose time is over is not told"
+    ended(core)
+
+
+def crowded(place: Path, *, pin_share: float = 0.5) -> tuple[EngineCore, Hand]:
+    """An engine over a folder with room for 24 blocks."""
+    core, _ = fake_engine(knobs(place))
+    core.kv.hints._pin_share = pin_share
+    clock = Hand()
+    core.clock = clock  # type: ignore[assignment]
+    store = core.kv.stored
+    assert store is not None
+    store.tiers[0].index.limit_bytes, store.tiers[0].index.evicts = 24 * store.block_bytes, True
+    return core, clock
+
+
+def flood_folder(core: EngineCore) -> None:
+    store = core.kv.stored
+    assert store is not None
+    before = store.tiers[0].index.num_evicted
+    for n in range(8):
+        written(core)  # what is on its way cannot leave
+        store.tiers[0].index.evicts = True  # the first engine of this process has the lock
+        cached(core, text(50 + n))
+    written(core)
+    assert store.tiers[0].index.num_evicted > before + 40
+    store.tiers[0].index.check_invariants()
+    core.add(Control(kind="reset_prefix_cache", request_id=""))
+
+
+def test_what_is_retained_stays_in_a_folder_until_its_time_is_over(tmp_path: Path) -> None:
+    """Its files too, whoever reads them, and after a restart: their time of last use lies ahead."""
+    core, clock = crowded(tmp_path)
+    cached(core, text(1), hints=[KVHint("retain", 600.0, 19)])
+    cached(core, text(2))
+    flood_folder(core)
+    assert cached(core, text(1)) == 16, "the blocks that were named, and they alone"
+    flood_folder(core)
+    ended(core)
+    ahead = [path for path in kept(tmp_path) if path.stat().st_mtime > time.time() + 500]
+    assert sorted(path.name.rpartition("-")[2] for path in ahead) == ["0", "1", "2", "3"]
+    core, clock = crowded(tmp_path)
+    core.recorder = Recorder()
+    flood_folder(core)
+    assert cached(core, text(1)) == 16, "an engine that begins anew has read until when"
+    (news,) = [n for i in core.recorder.iterations for n in i.intake if isinstance(n, StoreNews) and n.kept]
+    assert len(news.kept) == 4, "and its log has it"
+    assert all(500 < seconds <= 600 for _, seconds in news.kept)
+    clock.now_s += 601
+    flood_folder(core)
+    assert cached(core, text(1)) == 0, "its time was over"
+    ended(core)
+
+
+def test_what_is_retained_in_a_folder_has_a_bound(tmp_path: Path) -> None:
+    for share, left in ((0.0, 0), (0.25, 24), (0.5, 36)):
+        core, _ = crowded(tmp_path / str(share), pin_share=share)
+        cached(core, text(1), hints=[RETAIN])
+        assert core.kv.stored.tiers[0].index.num_kept == min(10, 24 * share)  # type: ignore[union-attr]
+        flood_folder(core)
+        assert cached(core, text(1)) == left, "its beginning, as far as there is room"
+        ended(core)
+
+
+def test_what_is_demoted_leaves_a_folder_first(tmp_path: Path) -> None:
+    core, _ = crowded(tmp_path)
+    cached(core, text(1))
+    written(core)
+    cached(core, text(2), hints=[KVHint("demote", 0.0, 8)])
+    written(core)
+    cached(core, text(3, 25))
+    written(core)
+    index = core.kv.stored.tiers[0].index  # type: ignore[union-attr]
+    assert index.num_evicted == 2
+    core.add(Control(kind="reset_prefix_cache", request_id=""))
+    assert cached(core, text(1)) == 36, "older, and there"
+    core.add(Control(kind="reset_prefix_cache", request_id=""))
+    assert cached(core, text(2)) == 32, "the end of it went, from its end on"
     ended(core)
 
 

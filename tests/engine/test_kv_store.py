@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.kv.store_index import depth_of
+from penstock.kv.tier_facts import counters_of
 from penstock.launch.kv_store import files_of
 from penstock.runner import block_files
 from penstock.runner.block_files import BlockFiles
@@ -92,7 +94,7 @@ def test_B33_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> No
     assert len(kept(tmp_path)) == 13, "the answer's whole block, too"
     counters = core.kv.stats().counters()
     size = kept(tmp_path)[0].stat().st_size
-    assert counters["num_store_read_bytes"] == 12 * size
+    assert counters_of(core.kv)["tier_read_bytes:disk"] == 12 * size
     assert counters["num_store_hit_tokens"] == counters["num_store_query_tokens"] == 48
 
 
@@ -181,16 +183,17 @@ def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Knobs drawn, requests disturbed; a fifth of reads and of writes fails, in every way there is."""
+    """Knobs drawn, requests disturbed; a fifth of reads and of writes fails, in every way there is. However slow the
+    machine is, nothing is given up for that."""
     spec, weights = tiny(name)
     rng = random.Random(f"store-{name}")
-    chaos = random.Random(f"faults-{name}")
+    fates, fails = cycle(["", "flip", "", "gone", "slow", "cut", "", ""]), cycle([True, *[False] * 4])
     lock = threading.Lock()
     read, write = BlockFiles._read, BlockFiles._write
 
     def bad_read(self: BlockFiles, path: str, into: bytearray) -> bool:
         with lock:
-            fate = chaos.choice(["", "", "", "", "flip", "cut", "gone", "slow"])
+            fate = next(fates)
         place = self._folder / path
         if fate == "slow":
             time.sleep(0.005)
@@ -205,11 +208,16 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
 
     def bad_write(self: BlockFiles, path: str, copy: bytearray) -> bool:
         with lock:
-            fails = chaos.random() < 0.2
-        if fails:
+            bad = next(fails)
+        if bad:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, path, copy)
 
+    monkeypatch.setattr(block_files, "PATIENCE_S", 100.0)
+    core = real_engine(spec, weights, Knobs(block_size=4, budget=64, kv_offload=f"disk:{tmp_path}"))
+    run(core, workload(spec.vocab_size))
+    ended(core)
+    assert kept(tmp_path), "there is something to read from the start"
     monkeypatch.setattr(BlockFiles, "_read", bad_read)
     monkeypatch.setattr(BlockFiles, "_write", bad_write)
     monkeypatch.setattr(block_files, "RETRY_S", 0.01)
@@ -231,9 +239,9 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
         tier.index.check_invariants()
         loaded, lost, refused = loaded + tier.num_loaded, lost + tier.num_lost, refused + tier.num_refused
         ended(core)
-    assert loaded > 3
-    assert lost > 1
-    assert refused > 1
+    assert loaded
+    assert lost
+    assert refused
     assert not list(tmp_path.glob("*/*/.*")), "what could not be written leaves nothing"
 
 
@@ -521,7 +529,7 @@ async def test_an_engine_that_is_killed_reads_what_it_had_written(tmp_path: Path
         again = await own.complete("b", text, params)
         assert again.outputs[0].token_ids == expected
         snapshot = own.client.snapshot
-        assert snapshot.counters["num_store_read_blocks"] >= 4
+        assert snapshot.counters["tier_read_blocks:disk"] >= 4
 
 
 @within(120)

@@ -19,6 +19,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, replay
 from penstock.executor.sim import SimExecutor
 from penstock.executor.sim_files import DiskRates, SimFolder
+from penstock.kv.tier_facts import counters_of
 from penstock.sim.build import build_sim, sim_plan
 from penstock.sim.driver import SimLimits, hits_by_tier, simulate
 from penstock.sim.metrics import metrics
@@ -85,7 +86,7 @@ def test_a_load_takes_what_its_bytes_take() -> None:
     got = answer(core, TEXT, max_tokens=1)
     assert got.cached == 48
     assert clock.now() - began_s == pytest.approx(6 * 0.3 + 1.0), "the load, and a step"
-    assert core.kv.stats().store["num_store_read_bytes"] == 12 * size
+    assert counters_of(core.kv)["tier_read_bytes:disk"] == 12 * size
 
 
 def test_others_run_while_blocks_are_read_and_a_step_waits_for_copies_alone() -> None:

@@ -151,8 +151,8 @@ def _ls(found: list[StorePlace], args: argparse.Namespace) -> int:
             "model": p.about.model if p.about else "?", "id": p.print_, "tenant": p.space, "blocks": len(p.blocks),
             "bytes": sum(b.num_bytes for b in p.blocks),
             "tokens": len(p.blocks) * (p.about.block_size if p.about else 0),
-            "oldest_s": time.time() - min(b.used_s for b in p.blocks),
-            "newest_s": time.time() - max(b.used_s for b in p.blocks),
+            "oldest_s": max(0.0, time.time() - min(b.used_s for b in p.blocks)),
+            "newest_s": max(0.0, time.time() - max(b.used_s for b in p.blocks)),
             "pinned": sum(b.name.startswith(pins) for b in p.blocks) if pins else 0,
         }
         for p in found

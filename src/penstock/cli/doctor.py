@@ -12,6 +12,7 @@ from penstock.report.tables import table
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.config import EngineConfig
     from penstock.core.machine import Machine
     from penstock.launch.inventory import Part
 
@@ -29,6 +30,8 @@ _EXTRAS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="also say whether and how this model would run")
     parser.add_argument("--all", action="store_true", help="also every part and library, and what is not available")
+    parser.add_argument("--kv-offload", metavar="STORES", help="also say whether these can be used, as serve would")
+    parser.add_argument("--kv-offload-secret-file", metavar="FILE", help="of its remotes")
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -39,6 +42,7 @@ def doctor(args: argparse.Namespace) -> int:
     from penstock.backends.gpu.graph_plan import graphs_state
     from penstock.backends.gpu.state import gpu_state
     from penstock.bench.bandwidth import ReadProbe
+    from penstock.cli.doctor_stores import lines_of
     from penstock.launch.inventory import inventory
     from penstock.ops.native.library import best_library
     from penstock.plan.probe import probe
@@ -58,8 +62,11 @@ def doctor(args: argparse.Namespace) -> int:
     if args.model is None:
         _sizes(console, machine, read)
     else:
-        _model(args.model, console, read)
+        _model(_config(args.model, args), console, read)
     console.print(f"\n{_names()}", markup=False)
+    stores, are_good = lines_of(_config(args.model or "nano", args))
+    for line in stores:
+        console.print(line, markup=False)
     parts = inventory()
     bad = [part for part in parts if part.problem is not None]
     lines = [*_missing(library), *(f"{part.kind} {part.name}: {part.problem}" for part in bad)]
@@ -69,7 +76,7 @@ def doctor(args: argparse.Namespace) -> int:
     console.print(f"\nNext: {_next(args.model)}", markup=False)
     if args.all:
         _all(console, parts, machine, library)
-    return 1 if bad else 0
+    return 1 if bad or not are_good else 0
 
 
 def _kernels(library: object) -> str:
@@ -173,16 +180,23 @@ def _stored_weights(console: Console, machine: Machine) -> None:
     )  # fmt: skip
 
 
-def _model(path: str, console: Console, read: float) -> None:
+def _config(model: str, args: argparse.Namespace) -> EngineConfig:
     from penstock.config import from_args
+
+    names = ("kv_offload", "kv_offload_secret_file")
+    said = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return from_args(argparse.Namespace(model=model, **said))
+
+
+def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.families.registry import open_model
     from penstock.launch.backend import choose_ops, packed_decision
     from penstock.launch.build import plan_of
     from penstock.launch.hub import local_path
     from penstock.plan.flops import num_active_params
 
+    path = config.model.model
     checkpoint = open_model(local_path(path))
-    config = from_args(argparse.Namespace(model=path))
     plan = plan_of(config)
     kept = packed_decision(choose_ops(config, checkpoint.spec)[0], checkpoint, plan)
     spec = checkpoint.spec

@@ -164,9 +164,9 @@ class CacheConfig(Section):
     )
     kv_offload: str = setting(
         "none",
-        "Where full blocks are kept outside this process; prompts that begin with them are read. disk:FOLDER or "
-        "disk:FOLDER,20GiB (else 10GiB): files of this user; remote:HOST:PORT: what penstock cache serve keeps; or "
-        "both, with a space between.",
+        "Where full blocks are kept outside this process; prompts that begin with them are read. disk:FOLDER,20GiB "
+        "(10GiB if not said): files; remote:HOST:PORT: penstock cache serve. Spaces between several: one folder, "
+        "remotes that share blocks out.",
     )
     kv_offload_secret_file: str | None = setting(
         None,

@@ -12,7 +12,7 @@ DEFAULT_BYTES = 10 << 30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _PART = re.compile(r"\s+(?=[a-z]+:)")
-_REMOTE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:,\[\]]+):(\d{1,5})")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[^\s\]]+)?\]|[^\s:,\[\]/]+):(\d+)")
 
 
 class DiskStore(NamedTuple):
@@ -28,16 +28,19 @@ class RemoteServer(NamedTuple):
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class OutsideStores(NamedTuple):
-    """At least one of them."""
+    """At least one of them. `remotes`: blocks go to one of these by their names (`runner.remote_blocks`)."""
 
     disk: DiskStore | None
-    remote: RemoteServer | None
+    remotes: tuple[RemoteServer, ...]
 
 
 def offload_of(text: str) -> OutsideStores | None:
-    """`disk:PATH`, `disk:PATH,20GiB`, `remote:HOST:PORT`, or one of each with a space between; None for "none".
+    """`disk:PATH`, `disk:PATH,20GiB`, `remote:HOST:PORT` (any number of these), with spaces between; None for "none".
 
     Raises ConfigError.
     """
@@ -45,10 +48,13 @@ def offload_of(text: str) -> OutsideStores | None:
         return None
     parts = _PART.split(text.strip())
     disks = [_disk(part, text) for part in parts if not part.startswith("remote:")]
-    remotes = [_remote(part, text) for part in parts if part.startswith("remote:")]
-    if max(len(disks), len(remotes)) > 1:
-        raise ConfigError(f"kv_offload: {text!r} names two of a kind; give one disk, one remote", field="kv_offload")
-    return OutsideStores(next(iter(disks), None), next(iter(remotes), None))
+    remotes = tuple(_remote(part) for part in parts if part.startswith("remote:"))
+    if len(disks) > 1:
+        raise _wrong(f"{text!r} names two folders; give one")
+    for remote in remotes:
+        if remotes.count(remote) > 1:
+            raise _wrong(f"{text!r} names the server {remote} twice; name each once")
+    return OutsideStores(next(iter(disks), None), remotes)
 
 
 def _disk(part: str, text: str) -> DiskStore:
@@ -63,7 +69,7 @@ def _disk(part: str, text: str) -> DiskStore:
     if match is not None:
         limit = size_of(size)
         if limit < 1 << 20:
-            raise ConfigError(f"kv_offload: {size.strip()} is less than 1MiB", field="kv_offload")
+            raise _wrong(f"{size.strip()} is less than 1MiB")
     return DiskStore(Path(path.strip()).expanduser(), limit)
 
 
@@ -75,16 +81,30 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * 2 ** _UNITS[match[2][:1].upper()])
 
 
-def _remote(part: str, text: str) -> RemoteServer:
-    match = _REMOTE.fullmatch(part.removeprefix("remote:").strip())
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise _refused(text)
-    return RemoteServer(match[1].removeprefix("[").removesuffix("]"), int(match[2]))
+def _remote(part: str) -> RemoteServer:
+    address = part.removeprefix("remote:").strip()
+    match = _ADDRESS.fullmatch(address)
+    if match is not None and 0 < int(match[2]) < 65536:
+        return RemoteServer(match[1].removeprefix("[").removesuffix("]"), int(match[2]))
+    if match is not None:
+        problem = f"{match[2]} is no port; give one from 1 to 65535"
+    elif "/" in address:
+        problem = "it takes no URL; give remote:HOST:PORT alone"
+    elif address.count(":") > 1 and "[" not in address:
+        problem = "an IPv6 address stands in brackets; give remote:[::1]:PORT"
+    elif (address.startswith("[") and address.endswith("]")) or ":" not in address:
+        problem = f"it has no port; give remote:{address or 'HOST'}:PORT, which penstock cache serve says"
+    else:
+        problem = "it is none of remote:HOST:PORT, remote:[IPv6]:PORT"
+    raise _wrong(f"{part!r}: {problem}")
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError(f"kv_offload: {problem}", field="kv_offload")
 
 
 def _refused(text: str) -> ConfigError:
-    return ConfigError(
-        f"kv_offload: {text!r} is none of the forms that there are: none, disk:FOLDER, disk:FOLDER,20GiB, "
-        "remote:HOST:PORT, or a disk and a remote with a space between",
-        field="kv_offload",
+    return _wrong(
+        f"{text!r} is none of the forms that there are: none, disk:FOLDER, disk:FOLDER,20GiB, remote:HOST:PORT, or a "
+        "disk and remotes with spaces between"
     )

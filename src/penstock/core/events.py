@@ -41,6 +41,7 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         evicts: whether this process is the one that makes room there; None: as before.
         tier: which of several it is about (`page_ops.TIER_NAMES`).
         pins: beginnings of paths of blocks that leave after all others, from now on; None: as before.
+        kept: paths of blocks that leave after all others for so many seconds from now on, as somebody has asked.
         read: what a trial of reading took: bytes, and seconds.
     """
 
@@ -49,6 +50,7 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     evicts: bool | None = None
     tier: int = DISK
     pins: list[str] | None = None
+    kept: list[tuple[str, float]] = []
     read: tuple[int, float] | None = None
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-DEVICE, HOST, DISK = "GPU", "CPU", "DISK"
-"""Media, in vLLM's words. `DEVICE` is the memory that the engine computes from, also where that is main memory."""
+DEVICE, HOST, DISK, REMOTE = "GPU", "CPU", "DISK", "SHARED_STORAGE"
+"""Media, in the words of vLLM and of llm-d's connector for it. `DEVICE` is the memory that the engine computes from,
+also where that is main memory; `REMOTE` is what servers of blocks keep."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -122,4 +122,13 @@ class StreamOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
         return len(self.layers) * (self.old + self.last - self.first)
 
 
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | StreamOp
+class KeepOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
+    """What is kept under these paths leaves after all others for so many seconds from now on; before all others, if
+    they are none."""
+
+    paths: tuple[str, ...]
+    seconds: float
+    tier: int = DISK
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | KeepOp | StreamOp

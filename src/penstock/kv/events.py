@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.core import page_ops
+from penstock.core.kv_events import DEVICE, DISK, HOST, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.kv.block_names import BlockNames
 from penstock.kv.block_texts import BlockTexts, TextRun
 from penstock.kv.store_index import NAME_BYTES
 
@@ -26,6 +28,10 @@ Slabs = tuple[int, ...]
 _BLOCK = re.compile(rf"/([0-9a-f]{{{2 * NAME_BYTES}}})-[0-9a-f]+\Z")
 
 
+MEDIA = {page_ops.DISK: DISK, page_ops.REMOTE: REMOTE}
+"""By tier."""
+
+
 class EventSettings(NamedTuple):
     """`secret`: of the names, where no store has one. `include_token_ids`: tell what blocks hold."""
 
@@ -34,17 +40,16 @@ class EventSettings(NamedTuple):
 
 
 class EventRecorder:
-    """A part of the KV manager. `store`: whose changes are told, too."""
+    """A part of the KV manager. `stores`: whose changes are told, too, by medium."""
 
-    def __init__(self, names: BlockNames, *, include_token_ids: bool, store: StoreIndex | None = None) -> None:
+    def __init__(self, names: BlockNames, *, include_token_ids: bool, stores: Mapping[str, StoreIndex]) -> None:
         self._names = names
         self._texts = BlockTexts() if include_token_ids else None
-        self._store = store
-        if store is not None:
-            store.keeps_changes = True
+        self._stores = {medium: (index, Counter[int]()) for medium, index in stores.items()}
+        for index in stores.values():
+            index.keeps_changes = True
         self._device: dict[Slabs, int] = {}
         self._host: dict[Slabs, int] = {}
-        self._disk: Counter[int] = Counter()
         self._events: list[KVEvent] = [AllBlocksCleared()]  # whoever followed another engine here starts afresh
 
     def entered(self, seq: Seq, first: int, blocks: Sequence[Slabs]) -> None:
@@ -60,10 +65,11 @@ class EventRecorder:
         size = self._names.block_size
         run = TextRun(hashes, parent, seq.token_ids[first * size : end * size].tolist())
         self._tell(run, DEVICE)
-        found = [name for name in hashes if name in self._disk and not self._texts.knows(name)]
+        unknown = [name for name in hashes if not self._texts.knows(name)]
         self._texts.learn(run)
-        if found:  # told before without tokens, which nobody knew
-            self._stored(found, DISK)
+        for medium, (_, held) in self._stores.items():
+            if found := [name for name in unknown if name in held]:  # told before without tokens, which nobody knew
+                self._stored(found, medium)
 
     def left(self, blocks: Iterable[Slabs]) -> None:
         """The prefix cache has let go of blocks on the device."""
@@ -81,7 +87,7 @@ class EventRecorder:
 
     def emptied(self) -> None:
         """The prefix cache is about to forget everything; what a store holds stays."""
-        if self._store is None:
+        if not self._stores:
             self._events = [AllBlocksCleared()]  # whatever was told before in this step is void
             self._texts = None if self._texts is None else BlockTexts()
         else:
@@ -92,36 +98,21 @@ class EventRecorder:
 
     def take(self) -> list[KVEvent]:
         """What has changed since this was last asked, in order."""
-        if self._store is not None:
-            for came, changes in groupby(self._store.take_changes(), key=itemgetter(1)):
-                hashes = self._on_disk(path for path, _ in changes)
+        for medium, (index, held) in self._stores.items():
+            for came, changes in groupby(index.take_changes(), key=itemgetter(1)):
+                hashes = self._in_store(path for path, _ in changes)
                 if came:
-                    self._stored(list(self._more(hashes)), DISK)
+                    self._stored(list(_more(held, hashes)), medium)
                 else:
-                    self._removed(list(self._fewer(hashes)), DISK)
+                    self._removed(list(_fewer(held, hashes)), medium)
         events, self._events = self._events, []
         return events
 
-    def _on_disk(self, paths: Iterable[str]) -> Iterator[int]:
+    def _in_store(self, paths: Iterable[str]) -> Iterator[int]:
         """Of those of this model: `FINGERPRINT/TENANT/NAME-NUMBER`. States are none, and anything may lie there."""
         mine = f"{self._names.fingerprint}/"
         found = (_BLOCK.search(path) for path in paths if path.startswith(mine))
         return (hash_of(bytes.fromhex(match[1])) for match in found if match is not None)
-
-    def _more(self, hashes: Iterable[int]) -> Iterator[int]:
-        """Those that were not in the store. Mutates: how often blocks are there: tenants may have the same one."""
-        for name in hashes:
-            self._disk[name] += 1
-            if self._disk[name] == 1:
-                yield name
-
-    def _fewer(self, hashes: Iterable[int]) -> Iterator[int]:
-        """Those that are in the store no more. Mutates: as `_more`."""
-        for name in hashes:
-            self._disk[name] -= 1
-            if not self._disk[name]:
-                del self._disk[name]
-                yield name
 
     def _stored(self, hashes: list[int], medium: str) -> None:
         """Somewhere else than on the device. With their texts where those are known and to be told."""
@@ -142,13 +133,30 @@ class EventRecorder:
             return
         if self._texts is not None:
             self._texts.removed(hashes)
-            if self._store is None:
+            if not self._stores:
                 self._texts.forget()
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.extend(hashes)
         else:
             self._events.append(BlockRemoved(hashes, medium))
+
+
+def _more(held: Counter[int], hashes: Iterable[int]) -> Iterator[int]:
+    """Those that were not in a store. Mutates: how often blocks are there: tenants may have the same one."""
+    for name in hashes:
+        held[name] += 1
+        if held[name] == 1:
+            yield name
+
+
+def _fewer(held: Counter[int], hashes: Iterable[int]) -> Iterator[int]:
+    """Those that are in it no more. Mutates: as `_more`."""
+    for name in hashes:
+        held[name] -= 1
+        if not held[name]:
+            del held[name]
+            yield name
 
 
 def hash_of(name: bytes) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.kv.leaving import Leaving
     from penstock.kv.prefix.node import PrefixNode
     from penstock.kv.room import Room
+    from penstock.kv.stored import StoredBlocks
 
 MAX_PINS = 256
 MOVED_PER_STEP = 64
@@ -45,6 +46,7 @@ class Hints:
     """A part of the KV manager.
 
     Args:
+        stored: where blocks are outside this process, if anywhere.
         pool: whose blocks are counted, if there are blocks.
         pin_share: the part of these that pins may hold, of which a tenant has its own part.
         moves: there is a tier below, for what is demoted to go to.
@@ -60,7 +62,7 @@ class Hints:
 
     def __init__(
         self, cache: PrefixCache, eviction: EvictionPolicy | None, room: Room, leaving: Leaving, pool: BlockPool | None,
-        *, block_size: int, pin_share: float, moves: bool,
+        stored: StoredBlocks | None, *, block_size: int, pin_share: float, moves: bool,
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.num_pinned = 0
@@ -72,6 +74,7 @@ class Hints:
         self._room = room
         self._leaving = leaving
         self._pool = pool
+        self._stored = stored
         self._block_size = block_size
         self._pin_share = pin_share
         self.moves = moves
@@ -84,6 +87,8 @@ class Hints:
     def begin_step(self, now_s: float) -> None:
         """What has had its time is like any other; what was demoted goes down a tier, if there is one."""
         self.now_s = now_s
+        if self._stored is not None:
+            self._stored.expire(now_s)
         if self._tree is None:
             return
         self._tree.now_s = now_s
@@ -125,11 +130,13 @@ class Hints:
             if hint.num_tokens != WHOLE:
                 blocks = min(blocks, hint.num_tokens // self._block_size)
             if hint.action == "demote":
+                self._keep_outside(seq, blocks, cursor.num_blocks, 0.0)
                 if blocks and cursor.entry.end > blocks:
                     self._tree.at(cursor.entry, blocks)  # cut there
                 self._demote(_way(cursor.entry), blocks, moves=self.moves)
                 self.counts["demote"] += 1
             elif blocks and hint.action in ("retain", "pin"):
+                self._keep_outside(seq, 0, blocks, hint.ttl_s)
                 self._keep(hint, seq.request, self._tree.at(cursor.entry, blocks))
 
     def evict(self, tenant: str | None, unused_s: float) -> None:
@@ -161,6 +168,11 @@ class Hints:
         self.num_pinned = 0
         self._demoted = False
         self._leaving.reset()
+
+    def _keep_outside(self, seq: Seq, first: int, end: int, ttl_s: float) -> None:
+        if self._stored is not None and end > first:
+            share = self._pin_share * (seq.request.kv_share or 1.0)
+            self._stored.keep(seq, first, end, self.now_s + ttl_s, self.now_s, share)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class KVManager:
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
         self.hints = Hints(
             self.cache, policy, self._room, self._leaving, self.pools[self._paged[0]] if self._paged else None,
-            block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
+            self.stored, block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
         )  # fmt: skip
         self._num_cow_copies = 0
 

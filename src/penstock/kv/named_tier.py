@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.core.page_ops import TIER_NAMES, DropOp, GetOp, PutOp
+from penstock.core.page_ops import DISK, TIER_NAMES, DropOp, GetOp, KeepOp, PutOp
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import StoreIndex
 
@@ -93,6 +93,17 @@ class NamedTier:
         if not good:
             self.num_lost += len(keys)
             self.evict(keys)
+
+    def keep(self, paths: Sequence[str], until_s: float, now_s: float, most_bytes: float) -> int:
+        """They leave after all others until then, as long as what is kept so has room in `most_bytes`; before all
+        others, if then is now. Returns how many do. Servers of blocks decide by themselves."""
+        if self.number != DISK:
+            return 0
+        kept = self.index.keep(paths, until_s, most_bytes) if until_s > now_s else self.index.demote(paths)
+        if kept:
+            self._outbox.add(KeepOp(tuple(kept), until_s - now_s, self.number))
+            self.waiting += 1
+        return len(kept)
 
     def evict(self, keys: Sequence[str]) -> None:
         self.index.found([], keys)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.kv.store_index import NO_LIMIT
 from penstock.kv.window_pool import WindowPool
 
 if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.kv.block_pool import BlockPool
-    from penstock.kv.named_tier import NamedTier
     from penstock.kv.room import Room
     from penstock.kv.selection import KeepAll
     from penstock.kv.stored import StoredBlocks
@@ -44,7 +42,8 @@ class KVStats:
     sequence gave up a part of its cache. `num_aside_blocks`: that one had set aside on the device, and that went to
     host memory (`kv.aside`). `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
     tier, and had back. `num_layerwise`: admissions with layers away (`kv.layerkv`); `num_layers_back`: layers that
-    came back; `num_layer_waits`: decodes that waited a step for theirs.
+    came back; `num_layer_waits`: decodes that waited a step for theirs. `num_store_query_tokens`,
+    `num_store_hit_tokens`: of prompts, looked up in stores outside this process, and found there.
     """
 
     groups: tuple[GroupStats, ...]
@@ -57,20 +56,18 @@ class KVStats:
     num_aside_blocks: int = 0
     num_offloaded_blocks: int = 0
     num_loaded_blocks: int = 0
-    num_offloaded_bytes: int = 0
-    num_loaded_bytes: int = 0
     num_layerwise: int = 0
     num_layers_back: int = 0
     num_layer_waits: int = 0
-    store: dict[str, float] = field(default_factory=dict)
-    """Of a store outside this process, if there is one."""
+    num_store_query_tokens: int = 0
+    num_store_hit_tokens: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
-                 "num_loaded_blocks", "num_offloaded_bytes", "num_loaded_bytes", "num_layerwise", "num_layers_back",
-                 "num_layer_waits")  # fmt: skip
-        return {name: float(getattr(self, name)) for name in names} | self.store
+                 "num_loaded_blocks", "num_layerwise", "num_layers_back", "num_layer_waits", "num_store_query_tokens",
+                 "num_store_hit_tokens")  # fmt: skip
+        return {name: float(getattr(self, name)) for name in names}
 
 
 def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> GroupStats:
@@ -101,38 +98,6 @@ def kv_stats(
         num_aside_blocks=selections.num_sent,
         num_offloaded_blocks=offloaded,
         num_loaded_blocks=loaded,
-        num_offloaded_bytes=offloaded * swaps.block_bytes,
-        num_loaded_bytes=loaded * swaps.block_bytes,
-        store={} if stored is None else store_stats(stored),
+        num_store_query_tokens=0 if stored is None else stored.num_query_tokens,
+        num_store_hit_tokens=0 if stored is None else stored.num_hit_tokens,
     )
-
-
-def store_stats(stored: StoredBlocks) -> dict[str, float]:
-    """Counters since start, and what the tiers hold now (`store_blocks`, `store_bytes`, `store_limit_bytes`): of all
-    together, and of each by its name (`disk:store_bytes`).
-
-    `num_store_misses:remote:slow` and the like: blocks that could not be read, by tier and reason.
-    """
-    each = {tier.name: _tier_stats(tier) for tier in stored.tiers}
-    names = next(iter(each.values()))
-    found = {name: sum(stats[name] for stats in each.values()) for name in names}
-    found |= {f"{tier}:{name}": value for tier, stats in each.items() for name, value in stats.items()}
-    asked = {"num_store_query_tokens": stored.num_query_tokens, "num_store_hit_tokens": stored.num_hit_tokens}
-    missed = {f"num_store_misses:{why}": float(num) for why, num in sorted(stored.misses.items())}
-    return found | missed | {name: float(value) for name, value in asked.items()}
-
-
-def _tier_stats(tier: NamedTier) -> dict[str, float]:
-    index = tier.index
-    return {
-        "num_store_written_blocks": float(tier.num_stored),
-        "num_store_read_blocks": float(tier.num_loaded),
-        "num_store_written_bytes": float(tier.written_bytes),
-        "num_store_read_bytes": float(tier.read_bytes),
-        "num_store_refused_blocks": float(tier.num_refused),
-        "num_store_lost_blocks": float(tier.num_lost),
-        "num_store_evicted_blocks": float(index.num_evicted),
-        "store_blocks": float(len(index)),
-        "store_bytes": float(index.num_bytes),
-        "store_limit_bytes": float(index.limit_bytes if index.limit_bytes < NO_LIMIT else 0),
-    }

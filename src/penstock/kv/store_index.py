@@ -14,6 +14,7 @@ from typing import NamedTuple
 from penstock.base.hashing import digest
 from penstock.core.page_ops import STATE
 from penstock.kv.eviction.leading import order_of
+from penstock.kv.prefix.insight import Ages
 
 NAME_BYTES = 16
 NO_LIMIT = 1 << 62
@@ -43,9 +44,10 @@ def names_after(secret: bytes, name: bytes, tokens: bytes, block_bytes: int) -> 
 
 
 class _Entry:
-    __slots__ = ("depth", "num_bytes", "tick")
+    __slots__ = ("depth", "num_bytes", "tick", "used_s")
 
-    def __init__(self, num_bytes: int, tick: int, depth: int) -> None:
+    def __init__(self, num_bytes: int, tick: int, depth: int, used_s: float | None = None) -> None:
+        self.used_s = used_s  # None: not by this process
         self.num_bytes, self.tick, self.depth = num_bytes, tick, depth
 
 
@@ -71,6 +73,10 @@ class StoreIndex:
         self.evicts = evicts
         self.num_bytes = 0
         self.num_evicted = 0
+        self.now_s: float | None = None
+        """As `expire` was told last."""
+        self.found_ages, self.left_ages = Ages(), Ages()
+        """For how long blocks that this process had used were unused when they were used again, and when they left."""
         self.version = 0
         """Changes whenever something is forgotten."""
         self._entries: dict[str, _Entry] = {}
@@ -83,6 +89,8 @@ class StoreIndex:
         self._shares: dict[str, float] = {}
         self._bytes: Counter[str] = Counter()
         self._pins: tuple[str, ...] = ()
+        self._kept: dict[str, float] = {}  # until when; of what is there, or on its way
+        self._first_end_s = float("inf")
         self.keeps_changes = False
         """Somebody asks for them again and again."""
         self._changes: list[tuple[str, bool]] = []
@@ -118,6 +126,55 @@ class StoreIndex:
         self._pins = tuple(pins)
         self._queue_all()
 
+    def keep(self, paths: Sequence[str], until_s: float, most_bytes: float = NO_LIMIT) -> list[str]:
+        """Those of `paths` that are there, or on their way, leave after all others until then (`expire`), the first
+        ones, as far as what is kept fits into `most_bytes`. Returns which are kept for longer than before."""
+        there = {path: entry for path in self._kept if (entry := self._entry(path)) is not None}
+        room, out = most_bytes - sum(entry.num_bytes for entry in there.values()), []
+        for path in paths:
+            entry = self._entry(path)
+            if entry is None or self._kept.get(path, 0.0) >= until_s:
+                continue
+            room -= 0 if path in self._kept else entry.num_bytes
+            if room < 0:
+                break
+            self._kept[path] = until_s
+            self._first_end_s = min(self._first_end_s, until_s)
+            if path in self._entries:
+                self._push(path, entry)
+            out.append(path)
+        return out
+
+    def demote(self, paths: Sequence[str]) -> list[str]:
+        """They leave before all others, until they are used again. Returns those that are there, or on their way."""
+        there = [path for path in paths if self._entry(path) is not None]
+        for path in there:
+            self._kept.pop(path, None)
+            if path in self._coming:
+                self._coming[path].tick = 0
+            else:
+                self._entries[path].tick = 0
+                self._push(path, self._entries[path])
+        return there
+
+    def expire(self, now_s: float) -> None:
+        """What was kept until now is like any other."""
+        self.now_s = now_s
+        if now_s < self._first_end_s:
+            return
+        for path in [path for path, until_s in self._kept.items() if until_s <= now_s]:
+            del self._kept[path]
+            if path in self._entries:
+                self._push(path, self._entries[path])
+        self._first_end_s = min(self._kept.values(), default=float("inf"))
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def _entry(self, path: str) -> _Entry | None:
+        return self._entries.get(path) or self._coming.get(path)
+
     # -- what is there -------------------------------------------------------------------------------------------
 
     def found(self, blocks: Iterable[FoundBlock], gone: Iterable[str] = ()) -> None:
@@ -151,7 +208,8 @@ class StoreIndex:
         for path in paths:
             entry = self._entries.get(path)
             if entry is not None and entry.tick != tick:
-                entry.tick = tick
+                self._observe(self.found_ages, entry)
+                entry.tick, entry.used_s = tick, self.now_s
                 self._push(path, entry)
 
     # -- moves ---------------------------------------------------------------------------------------------------
@@ -190,9 +248,10 @@ class StoreIndex:
             if victim is None:
                 return False, gone
             gone.append(victim)
+            self._observe(self.left_ages, self._entries[victim])
             self._forget(victim)
             self.num_evicted += 1
-        self._coming[path] = _Entry(num_bytes, tick, depth_of(path))
+        self._coming[path] = _Entry(num_bytes, tick, depth_of(path), self.now_s)
         self._count(path, num_bytes)
         return True, gone
 
@@ -201,6 +260,8 @@ class StoreIndex:
         if entry is None:
             return
         self._count(path, -entry.num_bytes)
+        if not good:
+            self._kept.pop(path, None)
         told = path in self._told
         self._told.discard(path)
         if (good or told) and path not in self._entries:  # what a look has found is there, whatever became of ours
@@ -231,8 +292,10 @@ class StoreIndex:
             self._queue_all()
 
     def _queued(self, path: str, entry: _Entry) -> _Queued:
-        pinned = bool(self._pins) and path.startswith(self._pins)
-        return pinned, order_of(self.order, entry.tick, entry.depth), path, entry.tick
+        return self._stays(path), order_of(self.order, entry.tick, entry.depth), path, entry.tick
+
+    def _stays(self, path: str) -> bool:
+        return path in self._kept or (bool(self._pins) and path.startswith(self._pins))
 
     def _queue_all(self) -> None:
         self._queues = {}
@@ -242,20 +305,29 @@ class StoreIndex:
             heapq.heapify(queue)
 
     def _victim(self) -> str | None:
-        for space in sorted(self._queues, key=lambda s: -self._bytes[s] / self._shares.get(s, 1.0)):
-            queue = self._queues[space]
-            while queue:
-                *_, path, tick = heapq.heappop(queue)
-                entry = self._entries.get(path)
-                if entry is not None and entry.tick == tick and path not in self._holds:
-                    return path
+        spaces = sorted(self._queues, key=lambda s: -self._bytes[s] / self._shares.get(s, 1.0))
+        for stays in (False, True):  # who has most gives up what stays after all others have given what does not
+            for space in spaces:
+                queue = self._queues[space]
+                while queue and queue[0][0] <= stays:
+                    *_, path, tick = queued = heapq.heappop(queue)
+                    entry = self._entries.get(path)
+                    if entry is None or entry.tick != tick or path in self._holds:
+                        continue
+                    if self._stays(path) == queued[0]:
+                        return path
         return None
+
+    def _observe(self, ages: Ages, entry: _Entry) -> None:
+        if self.now_s is not None and entry.used_s is not None:
+            ages.observe(self.now_s - entry.used_s, 1)
 
     def _forget(self, path: str) -> None:
         entry = self._entries.pop(path, None)
         if entry is not None:
             self._count(path, -entry.num_bytes)
             self.version += 1
+            self._kept.pop(path, None)
             if self.keeps_changes:
                 self._changes.append((path, False))
 
@@ -264,10 +336,13 @@ class StoreIndex:
         every = [*self._entries.values(), *self._coming.values()]
         assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
         assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
-        queued = {(path, tick) for queue in self._queues.values() for *_, path, tick in queue}
+        queued = {(path, tick, stays) for queue in self._queues.values() for stays, _, path, tick in queue}
+        assert all(self._entry(path) is not None for path in self._kept), "what is not there is kept"
         assert sum(self._bytes.values()) == self.num_bytes, "tenants' are miscounted"
         for path, entry in self._entries.items():
-            assert path in self._holds or (path, entry.tick) in queued, f"{path} would never be evicted"
+            assert path in self._holds or (path, entry.tick, self._stays(path)) in queued, (
+                f"{path} would never be evicted"
+            )
 
 
 def space_in(path: str) -> str:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
-from penstock.core.page_ops import DISK, STATE
+from penstock.core.page_ops import STATE
 from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD
 from penstock.core.step_shape import shape_of
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
-from penstock.kv.events import EventRecorder, EventSettings
+from penstock.kv.events import MEDIA, EventRecorder, EventSettings
 from penstock.kv.load_rates import Choice, LoadRates
 from penstock.kv.named_tier import NamedTier
 from penstock.kv.outbox import Outbox
-from penstock.kv.store_index import FoundBlock, root_name
+from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
 from penstock.kv.store_load import BothEnds
 from penstock.kv.swap import Swapped, Swaps
 
@@ -94,6 +94,7 @@ class StoredBlocks:
         self.rates = LoadRates()
         self.choices = dict.fromkeys(("none", "wait", "split", "cake", "share"), 0)
         self._declined = False
+        self._told_kept: list[tuple[StoreIndex, str, float]] = []
         self._outbox = outbox
         self._settings = settings
         self._swaps = swaps
@@ -168,6 +169,22 @@ class StoredBlocks:
         for tier in self.tiers:
             tier.index.tick = self._tick
         return self._tick
+
+    def keep(self, seq: Seq, first: int, end: int, until_s: float, now_s: float, share: float) -> None:
+        """Blocks `first` to `end` of `seq` leave the folder after all others until then, of a `share` of it; before all
+        others, if then is now."""
+        paths = self.paths(seq, first, end)
+        for tier in self.tiers:
+            most_bytes = share * tier.index.limit_bytes
+            tier.keep([name for path in paths for name in (path, path + STATE)], until_s, now_s, most_bytes)
+
+    def expire(self, now_s: float) -> None:
+        """What was kept until now is like any other; and from now on count the times that others have told."""
+        for index, path, seconds in self._told_kept:
+            index.keep([path], now_s + seconds)
+        self._told_kept.clear()
+        for tier in self.tiers:
+            tier.index.expire(now_s)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -394,6 +411,7 @@ class StoredBlocks:
         if news.pins is not None:
             tier.index.pin(news.pins)
         tier.index.found([FoundBlock(*found) for found in news.found], news.gone)
+        self._told_kept += [(tier.index, path, seconds) for path, seconds in news.kept]
 
     @property
     def version(self) -> int:
@@ -438,6 +456,6 @@ def space_of(secret: bytes, tenant: str) -> str:
 def recorder_of(settings: EventSettings, stored: StoredBlocks | None, block_size: int) -> EventRecorder:
     """With the names of the store, if there is one."""
     names = BlockNames(settings.secret, "", block_size) if stored is None else stored.names
-    disk = next((t for t in stored.tiers if t.number == DISK), None) if stored is not None else None
-    index = None if disk is None else disk.index  # what a remote holds, all have
-    return EventRecorder(names, include_token_ids=settings.include_token_ids, store=index)
+    tiers = [] if stored is None else stored.tiers
+    stores = {MEDIA[tier.number]: tier.index for tier in tiers}
+    return EventRecorder(names, include_token_ids=settings.include_token_ids, stores=stores)

@@ -23,7 +23,7 @@ from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
 from penstock.config import EngineConfig
-from penstock.config.offload import DiskStore, OutsideStores, RemoteServer, offload_of
+from penstock.config.offload import DiskStore, OutsideStores, offload_of
 from penstock.core.block_codec import BLOCK_CODECS, BlockCodec, BlockPart
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
@@ -190,6 +190,7 @@ class FolderLook:
         self._thread: threading.Thread | None = None
         self._next_s = float("-inf")
         self._pins: list[str] = []
+        self._kept: dict[str, float] = {}
         self._news = deque([self.look()])
         if settings is not None:
             self._try(settings)
@@ -215,7 +216,7 @@ class FolderLook:
 
     def _look(self) -> None:
         news = self.look()
-        if news.found or news.gone or news.evicts is not None or news.pins is not None:
+        if news != StoreNews():
             self._news.append(news)
 
     def look(self) -> StoreNews:
@@ -225,20 +226,25 @@ class FolderLook:
             self._lock = self._locked()
             evicts = self._lock is not None
         found, seen = [], set()
-        before = time.time() - _PART_S
+        now = time.time()
+        before, kept = now - _PART_S, {}
         for path, info in files_of(self.folder):
             if path.rpartition("/")[2].startswith("."):
                 if info.st_mtime < before and self._lock is not None:
                     (self.folder / path).unlink(missing_ok=True)
                 continue
             seen.add(path)
+            if info.st_mtime > now:
+                kept[path] = info.st_mtime
             if path not in self._seen:
                 found.append((path, info.st_size, int(info.st_mtime) // 60))
         gone = sorted(self._seen - seen)
         self._seen = seen
-        pins = sorted(pin.path for pin in read_pins(self.folder) if pin.until_s > time.time())
+        longer = [(path, until - now) for path, until in sorted(kept.items()) if until > self._kept.get(path, 0.0)]
+        self._kept = kept
+        pins = sorted(pin.path for pin in read_pins(self.folder) if pin.until_s > now)
         changed, self._pins = (pins if pins != self._pins else None), pins
-        return StoreNews(found=found, gone=gone, evicts=evicts, pins=changed)
+        return StoreNews(found=found, gone=gone, evicts=evicts, pins=changed, kept=longer)
 
     def _locked(self) -> int | None:
         """Whoever has the lock makes room; the dead hold none."""
@@ -290,7 +296,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         limits[DISK] = offload.disk.limit_bytes
         folder = offload.disk.folder
         _describe(folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _version()))
-    if offload.remote is not None:
+    if offload.remotes:
         limits[REMOTE] = NO_LIMIT
     block_bytes, state_bytes = file_bytes(plan.own_groups, plan.block_size)
     both = all(group.spec.kind == "paged" for group in plan.groups)
@@ -306,26 +312,32 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     looks: list[FolderLook | RemoteStore] = []
     if offload.disk is not None:
         looks.append(FolderLook(offload.disk.folder, settings))
-    if offload.remote is not None:
-        looks.append(RemoteStore(address_of(config, offload.remote), name))
+    if offload.remotes:
+        looks.append(RemoteStore(addresses_of(config, offload), name))
     return KVStore(settings, looks)
 
 
 def block_key(config: EngineConfig, offload: OutsideStores) -> bytes:
-    """The key of names and MACs: of the folder, or, with a remote, what engines have in common. Makes the folder.
+    """The key of names and MACs: of the folder, or, with remotes, what engines have in common. Makes the folder.
 
     Raises ConfigError.
     """
-    key = None if offload.remote is None else _secrets(config).blocks
+    key = shared_key(config, offload)
     if offload.disk is not None:
         return open_folder(offload.disk, key)
     assert key is not None, "neither a folder nor a remote"
     return key
 
 
-def address_of(config: EngineConfig, remote: RemoteServer) -> Address:
-    """Raises ConfigError."""
-    return Address(remote.host, remote.port, _secrets(config).connection)
+def shared_key(config: EngineConfig, offload: OutsideStores) -> bytes | None:
+    """What engines over remotes have in common; None without remotes. Raises ConfigError."""
+    return _secrets(config).blocks if offload.remotes else None
+
+
+def addresses_of(config: EngineConfig, offload: OutsideStores) -> list[Address]:
+    """Of its remotes. Raises ConfigError."""
+    secret = _secrets(config).connection
+    return [Address(remote.host, remote.port, secret) for remote in offload.remotes]
 
 
 def _secrets(config: EngineConfig) -> Secrets:

@@ -18,7 +18,7 @@ from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
 from penstock.kv.vtensor import chunk_blocks, vtensor_model_len
-from penstock.launch.kv_store import address_of, block_key, make_block_codec
+from penstock.launch.kv_store import addresses_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -95,8 +95,8 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
             tiers[DISK] = BlockFiles(offload.disk.folder, *layout)
-        if offload.remote is not None:
-            tiers[REMOTE] = RemoteBlocks(address_of(config, offload.remote), *layout)
+        if offload.remotes:
+            tiers[REMOTE] = RemoteBlocks(addresses_of(config, offload), *layout)
         storage.outside = Outside(tiers)
         if parts.restoring is not None:
             restorer = Restorer(parts.restoring(storage.planes), storage.planes, plan.own_groups, plan.block_size)

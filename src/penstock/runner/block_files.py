@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from penstock.core.block_codec import BlockCodec
 from penstock.core.cache_spec import HIDDEN, CacheGroup
-from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, GetOp, KeepOp, PutOp
 from penstock.ops.plan import Planes
 
 MAGIC = b"PSTKV\x00\x00\x01"
@@ -90,7 +90,7 @@ class BlockFiles:
         self._asked: list[tuple[GetOp, _Load]] = []
         self._waiting_bytes = 0
         self._paused_s = float("-inf")
-        self._writes: queue.SimpleQueue[tuple[PutOp, bytearray] | DropOp | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[PutOp, bytearray] | DropOp | KeepOp | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[tuple[GetOp, _Load] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._free: deque[bytearray] = deque()
@@ -144,10 +144,11 @@ class BlockFiles:
                 self._reads.put(asked)
             self._asked.clear()
 
-    def drop(self, op: DropOp) -> None:
+    def change(self, op: DropOp | KeepOp) -> None:
+        """By the thread that writes, behind what it was told before."""
         self._queue(op)
 
-    def _queue(self, order: tuple[PutOp, bytearray] | DropOp) -> None:
+    def _queue(self, order: tuple[PutOp, bytearray] | DropOp | KeepOp) -> None:
         self._start()
         self._writes.put(order)
 
@@ -220,7 +221,11 @@ class BlockFiles:
         while (order := self._writes.get()) is not None:
             self._write_one(order)
 
-    def _write_one(self, order: tuple[PutOp, bytearray] | DropOp) -> None:
+    def _write_one(self, order: tuple[PutOp, bytearray] | DropOp | KeepOp) -> None:
+        if isinstance(order, KeepOp):
+            for path in order.paths:
+                self._keep(path, order.seconds)
+            return
         if isinstance(order, DropOp):
             for path in order.paths:
                 self._remove(path)
@@ -265,6 +270,12 @@ class BlockFiles:
     def _remove(self, path: str) -> None:
         with contextlib.suppress(OSError):
             (self._folder / path).unlink()
+
+    def _keep(self, path: str, seconds: float) -> None:
+        """The time of last use says until when; a time long ago, that it goes first."""
+        with contextlib.suppress(OSError):
+            until = time.time() + seconds if seconds else 0.0
+            os.utime(self._folder / path, (until, until), follow_symlinks=False)
 
     def _write(self, path: str, copy: bytearray) -> bool:
         """False: there is no room now."""
@@ -330,7 +341,8 @@ class BlockFiles:
                 view, at = memoryview(into), 0
                 while at < size and (num := os.readv(fd, [view[at:size]])):
                     at += num
-                os.utime(fd)
+                if info.st_mtime < time.time():  # else it is kept until then
+                    os.utime(fd)
             finally:
                 os.close(fd)
         except OSError as error:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.runner.block_wire import DONE, DROP, GET, LIST, PUT, Ask, BlockListing, Channel, PeerError, join, lost
+from penstock.runner.block_wire import DONE, DROP, GET, LIST, PUT, Ask, BlockListing, Channel, PeerError, join
 
 CONNECT_S, ANSWER_S = 1.0, 2.0
 """The longest that a connection, and an answer, may take. Whoever waits for a load gives up later than that."""
@@ -30,7 +30,7 @@ class Address(NamedTuple):
     secret: bytes
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class BlockPeer:
@@ -97,8 +97,15 @@ class BlockPeer:
         try:
             sock = socket.create_connection((self.address.host, self.address.port), CONNECT_S)
         except OSError as error:
-            reason = "slow" if isinstance(error, TimeoutError) else "unreachable"
-            raise PeerError(reason, str(lost(error))) from error
+            if isinstance(error, TimeoutError):
+                raise PeerError("slow", f"no connection within {CONNECT_S:g} s; is the address right?") from error
+            if isinstance(error, socket.gaierror):
+                said = f"nobody knows the name {self.address.host}; is it right?"
+            elif isinstance(error, ConnectionRefusedError):
+                said = "nothing listens there; start penstock cache serve, or mend the port"
+            else:
+                said = error.strerror or str(error)
+            raise PeerError("unreachable", said) from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return join(sock, self.address.secret, ANSWER_S)

@@ -137,9 +137,18 @@ def join(sock: socket.socket, secret: bytes, within_s: float) -> Channel:
     """A client's part of the beginning; each of its answers within that time. Raises PeerError: version, secret, lost,
     slow."""
     _send(sock, HELLO, within_s)
-    hello = receive_exactly(sock, len(HELLO), within_s)
+    try:
+        hello = bytes(receive_exactly(sock, len(HELLO), within_s))
+    except PeerError as error:
+        if error.reason == "lost" or not (hello := _answer_to_lines(sock)):
+            said = "hangs up" if error.reason == "lost" else f"says nothing for {within_s:g} s"
+            text = f"it {said} instead of telling that it is a server of blocks; is the port right, or is it stopped?"
+            raise PeerError(error.reason, text) from error
     if hello[: len(_MAGIC)] != _MAGIC:
-        raise PeerError("version", "it is no server of blocks")
+        what = "an HTTP server" if hello.startswith(b"HTTP/") else "something else"
+        raise PeerError(
+            "version", f"{what} listens there, and no server of blocks; give the port of penstock cache serve"
+        )
     if hello != HELLO:
         raise PeerError("version", f"it speaks version {hello[-1]} of the protocol, and this side version {VERSION}")
     theirs, ours = bytes(receive_exactly(sock, _DRAWN, within_s)), secrets.token_bytes(_DRAWN)
@@ -152,6 +161,15 @@ def join(sock: socket.socket, secret: bytes, within_s: float) -> Channel:
         raise PeerError("secret", "it has another secret")
     keys = [_proof(secret, way, theirs, ours) for way in (b"to server", b"to client")]
     return Channel(sock, keys[0], keys[1], within_s)
+
+
+def _answer_to_lines(sock: socket.socket) -> bytes:
+    """What begins the answer of who waits for the end of a line, as HTTP servers do; nothing if none comes."""
+    try:
+        _send(sock, b"\r\n\r\n", 0.5)
+        return bytes(receive_exactly(sock, 5, 0.5))
+    except PeerError:
+        return b""
 
 
 def admit(sock: socket.socket, secret: bytes, within_s: float) -> Channel:

@@ -9,7 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp, StreamOp
+from penstock.core.page_ops import (
+    GIVEN_UP,
+    HOST,
+    AnyPageOp,
+    DropOp,
+    GetOp,
+    KeepOp,
+    LoadOp,
+    PackOp,
+    PutOp,
+    StoreOp,
+    StreamOp,
+)
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
@@ -112,7 +124,7 @@ class Storage:
             if isinstance(op, StreamOp):
                 self.streams.append(op)
                 continue
-            if isinstance(op, PutOp | GetOp | DropOp):
+            if isinstance(op, PutOp | GetOp | DropOp | KeepOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
                 self.outside.order(op)
                 continue

@@ -104,7 +104,7 @@ def build_sim(
     place of the one that `kv_offload` names, if it names any; by default one of its own, empty and at default rates.
     """
     store, wanted = None, offload_of(config.cache.kv_offload)
-    if wanted is not None and wanted.remote is not None:
+    if wanted is not None and wanted.remotes:
         raise ConfigError("kv_offload: a simulation knows no remote; give disk:FOLDER,20GiB alone", field="kv_offload")
     if wanted is not None and wanted.disk is not None:
         store = SimStore.of(plan, wanted.disk.limit_bytes, folder, cake=config.cache.kv_load_policy == "cake")

@@ -60,7 +60,7 @@ def hits_by_tier(kv: KVManager) -> dict[str, int]:
         "queried": stats.num_prefix_query_tokens,
         "device": stats.num_prefix_hit_tokens - host,
         "host": host,
-        "disk": int(stats.store.get("num_store_hit_tokens", 0)),
+        "disk": stats.num_store_hit_tokens,
     }
 
 

@@ -176,3 +176,48 @@ def test_what_a_look_finds_stays_whatever_becomes_of_our_own() -> None:
     index.complete_store("a-0", good=False)
     assert len(index) == index.num_bytes == 0
     index.check_invariants()
+
+
+def test_ages_of_what_this_process_has_used() -> None:
+    index = StoreIndex(30)
+    index.expire(100.0)
+    stored(index, "a-0", "b-0")
+    index.found([FoundBlock("c-0", 10, 0)])
+    index.expire(105.0)
+    index.touch(["a-0", "c-0"], later(index))
+    assert (sum(index.found_ages.counts), index.found_ages.sum_s) == (1, 5.0), "of c-0 nobody knows"
+    index.expire(107.0)
+    index.touch(["c-0"], later(index))
+    assert (sum(index.found_ages.counts), index.found_ages.sum_s) == (2, 7.0)
+    assert index.prepare_store("d-0", 20, later(index)) == (True, ["b-0", "a-0"])
+    assert (sum(index.left_ages.counts), index.left_ages.sum_s) == (2, 7.0 + 2.0)
+
+
+def test_what_is_kept_leaves_after_all_others_until_its_time_is_over() -> None:
+    index = StoreIndex(50)
+    stored(index, "m/a/a-0", "m/a/a-1", "m/b/b-0", "m/b/b-1", "m/b/b-2")
+    assert index.keep(["m/a/a-0", "m/a/a-1", "m/a/x-0"], 10.0, 20) == ["m/a/a-0", "m/a/a-1"]
+    assert index.keep(["m/a/a-0"], 9.0) == [], "for longer already"
+    assert index.keep(["m/b/b-2", "m/a/a-0"], 20.0, 20) == [], "no room, and behind it nothing"
+    assert index.keep(["m/a/a-0"], 20.0, 20) == ["m/a/a-0"]
+    index.share("a", 0.01)  # who has most for its part gives up no kept ones while others have what is not
+    assert index.prepare_store("m/c/c-0", 30, later(index)) == (True, ["m/b/b-0", "m/b/b-1", "m/b/b-2"])
+    index.complete_store("m/c/c-0", good=True)
+    index.check_invariants()
+    index.expire(15.0)
+    index.check_invariants()
+    assert index.num_kept == 1
+    assert index.prepare_store("m/d/d-0", 20, later(index)) == (True, ["m/a/a-1", "m/c/c-0"])
+    index.complete_store("m/d/d-0", good=True)
+    for _ in range(2):
+        assert index.demote(["m/d/d-0", "m/x/x-0"]) == ["m/d/d-0"]
+        assert index.keep(["m/d/d-0"], 40.0) == ["m/d/d-0"]
+    assert index.demote(["m/d/d-0"]) == ["m/d/d-0"]
+    index.check_invariants()
+    assert index.prepare_store("m/e/e-0", 30, later(index)) == (True, ["m/d/d-0"])
+    index.keep(["m/e/e-0"], 30.0)
+    index.complete_store("m/e/e-0", good=False)
+    assert index.num_kept == 1, "what was not written is not kept"
+    index.found([], ["m/a/a-0"])
+    assert index.num_kept == 0
+    index.check_invariants()

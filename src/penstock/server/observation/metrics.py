@@ -61,23 +61,15 @@ _ENGINE_COUNTERS = (
     ("scheduled_tokens", "Tokens computed, prompts and decodes.", "num_scheduled_tokens", OURS),
     ("recomputed_tokens", "Tokens computed again after a preemption.", "num_recomputed_tokens", OURS),
     ("swaps", "Sequences swapped to the host.", "num_swaps", OURS),
-    ("offloaded_blocks", "Blocks that the prefix cache gave to a tier.", "num_offloaded_blocks", OURS),
-    ("loaded_blocks", "Blocks that the prefix cache had back from a tier.", "num_loaded_blocks", OURS),
-    ("offloaded_bytes", "Bytes of the blocks that went to a tier.", "num_offloaded_bytes", OURS),
-    ("loaded_bytes", "Bytes of the blocks that came back.", "num_loaded_bytes", OURS),
+    ("offloaded_blocks", "Deprecated: kv_tier_written_blocks of tier host.", "num_offloaded_blocks", OURS),
+    ("loaded_blocks", "Deprecated: kv_tier_read_blocks of tier host.", "num_loaded_blocks", OURS),
+    ("reused_swap_blocks", "Blocks swapped again without a copy: it was kept.", "reused_blocks", OURS),
     ("layerwise_admissions", "Prompts that entered with layers away (layerkv).", "num_layerwise", OURS),
     ("layers_back", "Layers of sequences that came back.", "num_layers_back", OURS),
     ("layer_waits", "Decodes that waited a step for layers.", "num_layer_waits", OURS),
     ("failed_loads", "Sequences computed again because a tier had lost what it was given.", "num_failed_loads", OURS),
     ("external_prefix_cache_queries", "Tokens looked up in the store of blocks.", "num_store_query_tokens", BOTH),
     ("external_prefix_cache_hits", "Tokens that the store of blocks had.", "num_store_hit_tokens", BOTH),
-    ("store_written_blocks", "Blocks written to the store.", "num_store_written_blocks", OURS),
-    ("store_read_blocks", "Blocks read from the store.", "num_store_read_blocks", OURS),
-    ("store_written_bytes", "Bytes of these.", "num_store_written_bytes", OURS),
-    ("store_read_bytes", "Bytes read from the store.", "num_store_read_bytes", OURS),
-    ("store_refused_blocks", "Blocks without room in the store, or not written.", "num_store_refused_blocks", OURS),
-    ("store_lost_blocks", "Blocks of the store that were not read, but computed.", "num_store_lost_blocks", OURS),
-    ("store_evicted_blocks", "Blocks that left the store to make room.", "num_store_evicted_blocks", OURS),
     ("kv_events", "Events of KV blocks for subscribers.", "num_kv_events", OURS),
     ("kv_events_dropped", "Events of KV blocks that found the queue full.", "num_dropped_kv_events", OURS),
     ("kv_aside_blocks", "Blocks set aside by a selection that went to host memory.", "num_aside_blocks", OURS),
@@ -106,20 +98,21 @@ _TIER_GAUGES = (
     ("kv_tier_pinned_blocks", "Blocks that hints have pinned.", "pinned"),
 )
 _HINTS = ("retain", "pin", "demote", "refused_pin", "gave_way", "pause_preserve", "pause_swap", "pause_discard")
-_STORE_GAUGES = (
-    ("store_blocks", "Blocks in the store outside the engine (kv_offload)."),
-    ("store_bytes", "Bytes of these."),
-    ("store_limit_bytes", "Bytes that they may take."),
-)
-
-
-_TIERS = ("disk", "remote")
 _TIER_COUNTERS = (
-    ("tier_written_blocks", "Blocks written to a tier outside the engine.", "num_store_written_blocks"),
-    ("tier_read_blocks", "Blocks read from a tier.", "num_store_read_blocks"),
-    ("tier_read_bytes", "Bytes of these.", "num_store_read_bytes"),
+    ("hit_tokens", "Tokens of prompts that came from a tier."),
+    ("left_blocks", "Blocks that left a tier, to make room."),
+    ("written_blocks", "Blocks written to a tier."),
+    ("written_bytes", "Bytes of these."),
+    ("read_blocks", "Blocks read from a tier."),
+    ("read_bytes", "Bytes of these."),
+    ("refused_blocks", "Blocks that a tier had no room for, or that could not be written."),
 )
-_MISSES = "num_store_misses:"
+_MISSES = "tier_misses:"
+
+
+def unread(stats: Stats, names: Iterable[str]) -> dict[str, float]:
+    """Blocks of tiers that could not be read, by "TIER:REASON". `names`: of counters."""
+    return {name.removeprefix(_MISSES): stats.counter(name) for name in names if name.startswith(_MISSES)}
 
 
 class Metrics(Collector):
@@ -254,13 +247,6 @@ class Metrics(Collector):
         for name, text, field in _TIER_GAUGES:
             values = {tier.name: float(getattr(tier, field)) for tier in now.tiers}
             yield from self._labelled(GaugeMetricFamily, name, text, ("tier",), values)
-        if "store_bytes" in now.counters:
-            for name, text in _STORE_GAUGES:
-                yield from self._gauge(name, text, now.counters[name])
-            for name, text in (("blocks", "Blocks by the tier that holds them."), ("bytes", "Bytes of these.")):
-                at = {tier: f"{tier}:store_{name}" for tier in _TIERS}
-                there = {tier: now.counters[key] for tier, key in at.items() if key in now.counters}
-                yield from self._labelled(GaugeMetricFamily, f"tier_{name}", text, ("tier",), there)
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)
@@ -273,32 +259,28 @@ class Metrics(Collector):
             yield from self._labelled(GaugeMetricFamily, "packed_file", text, ("state",), came)
 
     def _of_tiers(self) -> Iterator[Metric]:
-        """Of tiers outside the engine (kv_offload), if there are any."""
+        """What went to each tier of KV and came from it. The device has what is computed; nothing is written to it."""
         found = self.server.client.snapshot.counters
-        tiers = [tier for tier in _TIERS if f"{tier}:store_bytes" in found]
-        if not tiers:
-            return
-        for name, text, counter in _TIER_COUNTERS:
-            values = {tier: self.stats.counter(f"{tier}:{counter}") for tier in tiers}
-            yield from self._labelled(CounterMetricFamily, name, text, ("tier",), values)
-        misses = {
-            tuple(name.removeprefix(_MISSES).split(":")): self.stats.counter(name)
-            for name in found
-            if name.startswith(_MISSES)
-        }
+        for what, text in _TIER_COUNTERS:
+            names = [name for name in found if name.startswith(f"tier_{what}:")]
+            values = {name.rpartition(":")[2]: self.stats.counter(name) for name in names}
+            yield from self._labelled(CounterMetricFamily, f"kv_tier_{what}", text, ("tier",), values)
+        misses = {tuple(why.split(":")): num for why, num in unread(self.stats, found).items()}
         text = "Blocks of a tier that could not be read, and were computed."
-        yield from self._labelled(CounterMetricFamily, "tier_misses", text, ("tier", "reason"), misses)
+        yield from self._labelled(CounterMetricFamily, "kv_tier_misses", text, ("tier", "reason"), misses)
 
     def _ages(self) -> Iterator[Metric]:
-        """Of blocks of the prefix cache, when they were found and when they left the device."""
+        """Of blocks of each tier, when they were found and when they left it; of stores those that this engine used."""
         texts = {"found": "Seconds for which blocks were unused when they were found.",
-                 "left": "Seconds for which blocks were unused when they left the device."}  # fmt: skip
+                 "left": "Seconds for which blocks were unused when they left."}  # fmt: skip
+        bounds = [*(f"{bound:.1f}" for bound in AGES_S), "+Inf"]
+        tiers = [name.split(":")[1] for name in self.server.client.snapshot.counters if name.startswith("age_found:")]
         for which, text in texts.items():
-            figures = self.stats.ages(which)
-            sums = list(accumulate(figures[:-1]))
-            bounds = [*(f"{bound:.1f}" for bound in AGES_S), "+Inf"]
-            family = HistogramMetricFamily(f"penstock:kv_{which}_block_age_seconds", text, labels=LABELS)
-            family.add_metric(self._labels, list(zip(bounds, sums, strict=True)), figures[-1])
+            family = HistogramMetricFamily(f"penstock:kv_{which}_block_age_seconds", text, labels=[*LABELS, "tier"])
+            for tier in sorted({"device", *tiers}):
+                figures = self.stats.ages(which, tier)
+                sums = list(accumulate(figures[:-1]))
+                family.add_metric([*self._labels, tier], list(zip(bounds, sums, strict=True)), figures[-1])
             yield family
 
     def _counters(self) -> Iterator[Metric]:
@@ -313,15 +295,6 @@ class Metrics(Collector):
             {"local_compute": s.num_prompt_tokens - s.num_cached_tokens, "local_cache_hit": s.num_cached_tokens}, BOTH,
         )  # fmt: skip
         yield from self._counter("generation_tokens", "Tokens generated.", s.num_generation_tokens, BOTH)
-        tiers = [tier.name for tier in self.server.client.snapshot.tiers]
-        yield from self._labelled(
-            CounterMetricFamily, "kv_tier_hit_tokens", "Tokens of prompts that came from a tier.", ("tier",),
-            {name: s.counter(f"tier_hits_{name}") for name in tiers},
-        )  # fmt: skip
-        yield from self._labelled(
-            CounterMetricFamily, "kv_tier_left_blocks", "Blocks that left a tier.", ("tier",),
-            {name: s.counter(f"tier_left_{name}") for name in tiers},
-        )  # fmt: skip
         text = "Tokens of prompts that were computed: never here, here once, behind the last whole block, and so on."
         yield from self._labelled(CounterMetricFamily, "prefix_cache_missed_tokens", text, ("reason",), s.misses())
         done = {name: s.counter(f"hint_{name}") for name in _HINTS}

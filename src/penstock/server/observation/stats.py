@@ -121,9 +121,9 @@ class Stats:
         """Tokens of prompts that were computed, by reason."""
         return {reason: self.counter(f"miss_{reason}") for reason in MISS_REASONS}
 
-    def ages(self, which: str) -> list[float]:
+    def ages(self, which: str, tier: str = "device") -> list[float]:
         """Blocks by bucket of `AGES_S`, and the sum of seconds: unused until they were `found`, or `left`."""
-        return [self.counter(f"age_{which}_{n}") for n in (*range(len(AGES_S) + 1), "sum")]
+        return [self.counter(f"age_{which}:{tier}:{n}") for n in (*range(len(AGES_S) + 1), "sum")]
 
     @property
     def acceptance(self) -> Acceptance:

@@ -129,7 +129,7 @@ export class EngineView {
   }
 
   // Where blocks of prompts are kept, and why tokens of prompts were computed all the same.
-  tiers({ tiers, misses, ages, ages_s: bounds }) {
+  tiers({ tiers, misses, unread, ages, ages_s: bounds }) {
     $("tiers-head").hidden = $("tiers-box").hidden = !tiers.length;
     const whole = (n) => Math.round(n).toLocaleString("en");
     $("tiers").replaceChildren(...tiers.map((t) => {
@@ -148,6 +148,8 @@ export class EngineView {
       const half = median(ages[name] ?? [], bounds);
       if (half) lines.push(`${text} ${half} unused (half of the blocks)`);
     }
+    const lost = Object.entries(unread).filter(([, n]) => n > 0).map(([name, n]) => `${name.replace(":", " ")} ${whole(n)}`);
+    if (lost.length) lines.push("blocks that could not be read: " + lost.join(", "));
     $("tiers-why").textContent = lines.join("; ");
     $("tiers-why").hidden = !lines.length;
   }

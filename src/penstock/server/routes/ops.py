@@ -15,7 +15,7 @@ from penstock.core.messages import AGES_S
 from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
-from penstock.server.observation.metrics import draining, load_of, memory_of
+from penstock.server.observation.metrics import draining, load_of, memory_of, unread
 from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
@@ -143,6 +143,7 @@ async def state(request: Request) -> Response:
                 {name: getattr(tier, name) for name in tier.__struct_fields__} for tier in snapshot.tiers
             ],
             "misses": stats.misses() if only is None else {},
+            "unread": unread(stats, snapshot.counters) if only is None else {},
             "ages": {which: stats.ages(which) for which in ("found", "left")} if only is None else {},
             "ages_s": AGES_S,
         },
