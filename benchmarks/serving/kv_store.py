@@ -37,6 +37,8 @@ from typing import Any
 from benchmarks.common import about, figures, save
 from rich.console import Console
 
+from penstock.core.page_ops import DISK
+
 NEW = 16
 PARTS = [0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0]
 """Of a text, computed while the rest is read."""
@@ -53,6 +55,8 @@ def engine(model: str, folder: str, length: int, **more: Any) -> Any:
         more["kv_offload"], _, more["kv_offload_secret_file"] = folder.partition(",")
     elif folder:
         more["kv_offload"] = f"disk:{folder},20GiB"
+    if folder:
+        more.setdefault("kv_load_policy", "wait")
     return LLM(model, max_model_len=length + 256, skip_tokenizer_init=True, **more)
 
 
@@ -196,7 +200,7 @@ def swept(args: argparse.Namespace, folder: str, mb_s: float, number: int) -> di
     random.Random(f"{args.seed}-{mb_s}-{number}").shuffle(modes)
     for mode in modes:
         take(*mode)
-    rates = {"read_mb_s": stored.rates.bytes_s / 1e6, "tokens_s": stored.rates.tokens_s}
+    rates = {"read_mb_s": stored.rates.bytes_s(DISK) / 1e6, "tokens_s": stored.rates.tokens_s}
     alike = len({tuple(found) for found in tokens.values()}) == 1
     return {"seconds": seconds, "chosen": chosen, "rates": rates, "alike": alike, "tokens": tokens["auto"]}
 

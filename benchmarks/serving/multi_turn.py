@@ -5,7 +5,8 @@
 So many conversations that their KV is `--times` that of the memory. Each begins with a document; at every turn it says
 something more and gets an answer. All say their turn before anyone says the next, in an order that a seed draws, so
 whoever comes back finds its place in memory taken. `--clients` of them are answered at a time, the next as soon as one
-has ended. Two engines in one process take the same turn one after the other, the first of them in turn.
+has ended. Three engines in one process take the same turn one after the other, the first of them in turn: `tiers`,
+`recompute` (the same memory without tiers) and `stateless` (nothing is kept between turns).
 
 Throughput is of generated tokens over all turns, and over those that come back (the first one is computed by both).
 Tokens are compared.
@@ -34,6 +35,7 @@ from penstock.core.sampling import TokenRules
 from penstock.sim.driver import hits_by_tier
 
 BLOCK = 32
+ENGINES = ("tiers", "recompute", "stateless")
 GOALS = {"throughput": 1.5, "p99_ttft": 0.5}
 
 
@@ -81,13 +83,14 @@ def sizes(args: argparse.Namespace) -> tuple[int, int]:
     return whole, -(-args.times * args.num_gpu_blocks // blocks)
 
 
-def engine(args: argparse.Namespace, folder: str) -> Any:
+def engine(args: argparse.Namespace, name: str, folder: str) -> Any:
     from penstock import LLM
 
     whole, _ = sizes(args)
-    more: dict[str, Any] = {}
-    if folder:
-        more = {"kv_offload": f"disk:{folder},20GiB", "kv_load_policy": args.policy}
+    more: dict[str, Any] = {"enable_prefix_caching": name != "stateless"}
+    if name == "tiers":
+        more |= {"kv_offload": f"disk:{folder},{args.folder}", "kv_load_policy": args.policy}
+        more |= {"kv_offload_eviction": args.eviction}
         if args.swap_space:
             more |= {"swap_space": args.swap_space, "enable_hierarchical_cache": True}
     return LLM(
@@ -100,8 +103,8 @@ def measure(args: argparse.Namespace, folder: str, say: Any = lambda text: None)
     rng = random.Random(args.seed)
     _, count = sizes(args)
     engines = {}
-    for name in ("recompute", "tiers"):
-        llm = engine(args, folder if name == "tiers" else "")
+    for name in ENGINES:
+        llm = engine(args, name, folder)
         engines[name] = Engine(llm, [[] for _ in range(count)])
         warm = Engine(llm, [[5] * 40])
         warm.turn([0], -1, 4, 1)
@@ -110,22 +113,28 @@ def measure(args: argparse.Namespace, folder: str, say: Any = lambda text: None)
     for turn in range(args.turns):
         said = [[rng.randrange(3, vocab) for _ in range(args.say + args.document * (turn == 0))] for _ in range(count)]
         order = rng.sample(range(count), count)
-        for name in ("recompute", "tiers") if turn % 2 else ("tiers", "recompute"):
+        for name in ENGINES[turn % 3 :] + ENGINES[: turn % 3]:
             for text, more in zip(engines[name].texts, said, strict=True):
                 text += more
             engines[name].turn(order, turn, args.reply, args.clients)
             say(f"turn {turn}, {name}: {engines[name].seconds[-1]:.1f} s")
-        alike = alike and engines["tiers"].texts == engines["recompute"].texts
+        alike = alike and all(engines[name].texts == engines["tiers"].texts for name in ENGINES)
     engines["tiers"].llm.engine.core.executor._runner.storage.outside.tiers[DISK].close(60.0)
     told = {name: told_of(e, count * args.reply) for name, e in engines.items()}
-    tiers, recompute = told["tiers"], told["recompute"]
+    stored = engines["tiers"].llm.engine.core.kv.stored
     return {
         "conversations": count, "alike": alike, "engines": told,
-        "throughput_ratio": tiers["tokens_per_s"] / recompute["tokens_per_s"],
-        "returning_throughput_ratio": tiers["returning_tokens_per_s"] / recompute["returning_tokens_per_s"],
-        "p99_ttft_ratio": tiers["returning_ttft_s"]["p99"] / recompute["returning_ttft_s"]["p99"],
-        "goals": GOALS,
+        "choices": stored.choices, "evicted": sum(tier.index.num_evicted for tier in stored.tiers),
+        "over": {name: over(told["tiers"], told[name]) for name in ENGINES[1:]}, "goals": GOALS,
     }  # fmt: skip
+
+
+def over(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    return {
+        "throughput_ratio": one["tokens_per_s"] / other["tokens_per_s"],
+        "returning_throughput_ratio": one["returning_tokens_per_s"] / other["returning_tokens_per_s"],
+        "p99_ttft_ratio": one["returning_ttft_s"]["p99"] / other["returning_ttft_s"]["p99"],
+    }
 
 
 def told_of(e: Engine, tokens: int) -> dict[str, Any]:
@@ -151,7 +160,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--reply", type=int, default=16)
     out.add_argument("--turns", type=int, default=4)
     out.add_argument("--clients", type=int, default=4)
-    out.add_argument("--policy", default="wait", help="kv_load_policy")
+    out.add_argument("--policy", default="auto", help="kv_load_policy")
+    out.add_argument("--eviction", default="lru", help="kv_offload_eviction")
+    out.add_argument("--folder", default="20GiB", help="how large the folder may get")
     out.add_argument("--seed", type=int, default=1)
     out.add_argument("--place", help="where the folder is made (default: the system's temporary folder)")
     out.add_argument("--out")

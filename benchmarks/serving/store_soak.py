@@ -40,7 +40,7 @@ def texts(seed: int) -> list[list[int]]:
 def engine(folder: str = "", **more: Any) -> Any:
     from penstock import LLM
 
-    more = {"kv_offload": f"disk:{folder},2MiB"} if folder else more
+    more = {"kv_offload": f"disk:{folder},2MiB", "kv_load_policy": "wait"} if folder else more
     return LLM("nano", skip_tokenizer_init=True, num_gpu_blocks_override=48, max_model_len=512, block_size=16, **more)
 
 

@@ -112,6 +112,7 @@ class Real:
             model, skip_tokenizer_init=True, block_size=BLOCK, enable_hierarchical_cache=True,
             num_gpu_blocks_override=sizes["device"], swap_space=sizes["host"] * sizes["bytes"] / 2**30,
             kv_offload=f"disk:{folder},{sizes['disk'] * (sizes['bytes'] + OVERHEAD) / 2**20:.2f}MiB",
+            kv_load_policy="wait",  # what other policies read depends on how fast the machine happens to be
         )  # fmt: skip
         self.core: Any = self.llm.engine.core
         self.files: BlockFiles = self.core.executor._runner.storage.outside.tiers[DISK]

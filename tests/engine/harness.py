@@ -65,6 +65,7 @@ class Knobs:
     kv_offload_secret_file: str | None = None
     kv_offload_format: str = "plain"
     kv_load_policy: str = "wait"
+    kv_fetch_ahead: float = 0.25
     kv_offload_eviction: str = "lru"
     kv_allocator: str = "paged"
     max_model_len: int | None = None
@@ -129,6 +130,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         kv_offload_secret_file=k.kv_offload_secret_file,
         kv_offload_format=k.kv_offload_format,
         kv_load_policy=k.kv_load_policy,
+        kv_fetch_ahead=k.kv_fetch_ahead,
         kv_offload_eviction=k.kv_offload_eviction,
         kv_allocator=k.kv_allocator,
         kv_selector=k.selector,

@@ -35,7 +35,7 @@ import msgspec
 from penstock.core.events import StoreNews
 from penstock.core.kv_hints import KVHint
 from penstock.core.model_spec import cache_groups
-from penstock.core.page_ops import STATE, DropOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, FetchOp, GetOp, KeepOp, PutOp
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import StepShape
@@ -119,11 +119,12 @@ class Disk:
         """Two readers: of two orders the later may be done first."""
         reading = self.reading(files)
         while len(reading) < 2 and not files._reads.empty():
-            reading.append(files._reads.get())
+            reading.append(files._reads.get()[2])
         if reading:
             reading.rotate(-self.rng.randrange(len(reading)))
-            op, load = reading.popleft()
-            files._read_one(op, load, bytearray(files._bytes[op.path.endswith(STATE)] + OVERHEAD))
+            order = reading.popleft()
+            op = order if isinstance(order, FetchOp) else order[0]
+            files._read_one(order, bytearray(files._bytes[op.path.endswith(STATE)] + OVERHEAD))
 
     def write(self, files: BlockFiles) -> None:
         files._write_one(files._writes.get())
@@ -256,7 +257,10 @@ def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
     k.kv_load_policy = rng.choice(["wait", "cake", "split", "auto"])
     if full and k.kv_load_policy != "wait":
         k.kv_offload_eviction = rng.choice(["lru", "recompute"])
+    k.kv_fetch_ahead = rng.choice([0.0, 1e-6, 1e-5, 0.25])
     k.offload = k.host_blocks > 0 and rng.random() < 0.5 and full
+    if k.offload and rng.random() < 0.5:
+        k.host_blocks = rng.choice([3, 5, 8])  # of a text the rest is in files alone
     return k
 
 
@@ -386,6 +390,7 @@ def run_seed(
                     assert_beams(name, collector)
                     for tier in stored.tiers:
                         tier.index.check_invariants()
+                    stored.ahead.check_invariants()
                     if drafts:
                         num_drafted.append(assert_drafted(core, always_right=DRAFTED[name] == name))
                 except Exception as error:

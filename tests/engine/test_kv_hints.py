@@ -225,12 +225,13 @@ def prefetched(core: EngineCore, prompt: list[int], **more: Any) -> int:
     return int(found[0].num_cached_tokens)
 
 
-@pytest.mark.parametrize("policy", ["wait", "cake"])
+@pytest.mark.parametrize("policy", ["wait", "cake", "split", "auto"])
 def test_prefetch_loads_from_the_store_and_makes_no_token(policy: str, tmp_path: Path) -> None:
     core, _ = fake_engine(knobs(tmp_path, kv_load_policy=policy))
     run(core, [request(text(1), max_tokens=1)])
     ended(core)
     core, forward = fake_engine(knobs(tmp_path, kv_load_policy=policy))
+    core.kv.stored.rates.forced = 0.5 if policy in ("split", "auto") else None  # type: ignore[union-attr]
     assert prefetched(core, text(1)) == 36
     assert prefetched(core, text(2)) == 0, "nothing is there, and nothing is computed"
     assert forward.num_tokens == 0

@@ -54,7 +54,7 @@ def sim_core(
     name: str = "llama_gqa",
 ) -> tuple[EngineCore, SimStore]:  # fmt: skip
     spec = fake_spec(slots=False) if name == "fake" else tiny(name)[0]
-    store = SimStore.of(plan_for(spec, k), limit_bytes, folder, cake=k.kv_load_policy == "cake")
+    store = SimStore.of(plan_for(spec, k), limit_bytes, folder, load=k.kv_load_policy)
     executor = SimExecutor(timer or Timer(), clock, vocab_size=spec.vocab_size, depth=k.depth, files=store.files)
     core = plain_core(spec, k, executor, clock, store=store.settings)
     core.store_news = store.news

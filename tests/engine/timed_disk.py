@@ -4,7 +4,7 @@ long per token and per pair of query and key. Nothing sleeps, there are no threa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from penstock.base.clock import VirtualClock
-from penstock.core.page_ops import DISK, STATE
+from penstock.core.page_ops import DISK, STATE, FetchOp
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import connect
@@ -65,8 +65,12 @@ class TimedDisk:
         _begin(files)
         while not files._reads.empty():
             idle = not self._coming
+            order = files._reads.get()[2]
+            if not isinstance(order, FetchOp) and order[0].block in order[1].ahead:
+                self._coming.appendleft((self.clock.now(), order))  # it is in memory
+                continue
             self._free_s = max(self._free_s, self.clock.now()) + self.costs.block_s + self.costs.late_s * idle
-            self._coming.append((self._free_s, files._reads.get()))
+            self._coming.append((self._free_s, order))
 
     def ended(self, files: BlockFiles, wait_s: float = 0.0) -> dict[int, bool]:
         self._arrive(files)
@@ -80,8 +84,9 @@ class TimedDisk:
             files._write_one(files._writes.get())
         now_s = self.clock.now()
         while self._coming and self._coming[0][0] <= now_s:
-            self.clock._now_s, (op, load) = self._coming.popleft()
-            files._read_one(op, load, bytearray(files._bytes[op.path.endswith(STATE)] + OVERHEAD))
+            self.clock._now_s, order = self._coming.popleft()
+            op = order if isinstance(order, FetchOp) else order[0]
+            files._read_one(order, bytearray(files._bytes[op.path.endswith(STATE)] + OVERHEAD))
         self.clock._now_s = now_s
 
     def start(self, files: BlockFiles) -> None:
@@ -92,7 +97,9 @@ _begin, _ended = BlockFiles.begin, BlockFiles.ended
 
 
 @contextmanager
-def timed(folder: Path, costs: Costs, **knobs: Any) -> Iterator[tuple[EngineCore, TimedForward]]:
+def timed(
+    folder: Path, costs: Costs, windows: Sequence[int | None] = (), **knobs: Any
+) -> Iterator[tuple[EngineCore, TimedForward]]:
     """An engine over this folder; what it has written is there when this ends."""
     k = Knobs(**({"block_size": 4, "budget": 512, "num_blocks": 256, "kv_offload": f"disk:{folder},1GiB"} | knobs))
     clock = VirtualClock()
@@ -103,7 +110,7 @@ def timed(folder: Path, costs: Costs, **knobs: Any) -> Iterator[tuple[EngineCore
         "_start": lambda files: None,
     }
     with mock.patch.multiple(BlockFiles, **methods), mock.patch.object(block_files, "time", disk):
-        spec = fake_spec(slots=False)
+        spec = fake_spec(slots=False, windows=windows)
         plan = plan_for(spec, k)
         forward = TimedForward(plan.groups)
         forward.clock, forward.costs = clock, costs

@@ -181,11 +181,17 @@ class CacheConfig(Section):
         choices=(PLAIN, *BLOCK_CODECS.names(), HIDDEN),
     )
     kv_load_policy: str = setting(
-        "wait",
+        "auto",
         "How a prompt's blocks are read. wait: all. cake: from its end while its front is computed. split: what is "
         "computed meanwhile follows measured rates. auto: what takes least, or nothing. cake and split: if all layers "
         "keep everything.",
         choices=("wait", "cake", "split", "auto"),
+    )
+    kv_fetch_ahead: float = setting(
+        0.25,
+        "GiB of host memory for blocks of kv_offload that are read for requests while these wait to be admitted, and "
+        "are kept from eviction; 0: nothing is read ahead.",
+        minimum=0,
     )
     kv_offload_eviction: str = setting(
         "lru",

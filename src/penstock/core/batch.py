@@ -207,4 +207,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     chosen: tuple[int, int] = (0, 0)  # tokens of kv heads that were read by choice, and that were there
     misses: dict[str, int] = {}
     """Blocks of tiers outside that could not be read, by tier and reason ("remote:slow"). Nearly always none."""
-    read: tuple[int, float, float] | None = None  # see `BlockFiles.took`
+    read: dict[int, tuple[int, float, float]] = {}  # by tier; see `BlockFiles.took`

@@ -131,4 +131,14 @@ class KeepOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
     tier: int = DISK
 
 
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | KeepOp | StreamOp
+class FetchOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
+    """Read the block that is kept under `path` into host memory, for loads that are to come; behind all loads that have
+    been ordered. A later step reports move `move`, with False if what is kept is not good. -1: it is needed no more.
+    """
+
+    path: str
+    move: int
+    tier: int = DISK
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | KeepOp | FetchOp | StreamOp

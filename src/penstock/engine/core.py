@@ -110,8 +110,7 @@ class EngineCore:
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
             self.scheduler.pauses.observe(output, result)
-            for measure in self.kv.measures:
-                measure(output, result)
+            self.stats.num_prefix_hit_tokens += sum(measure(output, result) for measure in self.kv.measures)
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.observe(output, result)
         if self.check_invariants:

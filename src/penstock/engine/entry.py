@@ -70,11 +70,7 @@ class Entry:
         """Requests that only bring blocks end when these are there, or are not to be had, or had to go again."""
         for seq in list(self._prefetches):
             group = self._groups.get(seq.request.request_id)
-            waits = (
-                not seq.held
-                or seq.status is Status.LOADING
-                or (seq.node is not None and seq.node.front is not None and seq.node.reading in self._kv.swaps.loads)
-            )
+            waits = not seq.held or seq.status is Status.LOADING
             if group is not None and group.live.get(0) is seq and waits:
                 continue
             self._prefetches.remove(seq)

@@ -139,7 +139,10 @@ class SimExecutor(Executor):
             self._loads = {move: at_s for move, at_s in self._loads.items() if at_s > end_s}
         if self._files is not None:
             moves |= self._files.ended(heard_s)
-        return StepOutput(output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s, moves=moves)
+        return StepOutput(
+            output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s, moves=moves,
+            read={} if self._files is None else self._files.took(),
+        )  # fmt: skip
 
     def close(self) -> None:
         self._queue.clear()

@@ -6,10 +6,11 @@ Nothing but names and times: which blocks are there from when on, when a read or
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from penstock.core.page_ops import STATE, AnyPageOp, DropOp, GetOp, PutOp
+from penstock.core.page_ops import DISK, STATE, AnyPageOp, DropOp, FetchOp, GetOp, PutOp
 
 NUM_READERS = 2
 """Threads that read, as in `runner.block_files`; one writes."""
@@ -59,11 +60,14 @@ class SimFiles:
     def __init__(self, folder: SimFolder, block_bytes: int, state_bytes: int = 0) -> None:
         self._folder, self._bytes = folder, {False: block_bytes, True: state_bytes}
         self._readers = [0.0] * NUM_READERS
+        self._num_read, self._read_s = 0, 0.0
         self._writer_s = 0.0
         self._waiting: list[tuple[float, int]] = []  # (end of a write, bytes), oldest first
         self._ends: list[tuple[float, int, bool]] = []  # heap of (when, move, whether it did what it should)
         self._loads: dict[int, float] = {}  # ends of loads that nobody has heard of
         self._asked: dict[int, list[GetOp]] = {}
+        self._fetches: list[FetchOp] = []
+        self._ahead: dict[str, float] = {}  # when they are in memory
 
     def order(self, ops: Iterable[AnyPageOp], now_s: float) -> int:
         """A step's orders. Returns bytes that it copies for what is to be written, and waits for."""
@@ -73,6 +77,10 @@ class SimFiles:
                 num_bytes += self._put(op, now_s)
             elif isinstance(op, GetOp):
                 self._asked.setdefault(op.move, []).append(op)
+            elif isinstance(op, FetchOp):
+                self._ahead.pop(op.path, None)
+                if op.move >= 0:
+                    self._fetches.append(op)
             elif isinstance(op, DropOp):
                 for path in op.paths:
                     self._folder.blocks.pop(path, None)
@@ -82,7 +90,34 @@ class SimFiles:
         """All orders of the step have been given: it reads what it was asked for."""
         for move, blocks in self._asked.items():
             self._load(move, blocks, now_s)
+        for op in self._fetches:
+            size = self._bytes[op.path.endswith(STATE)]
+            end_s, good = self._read(op.path, size, now_s)
+            if good:
+                self._ahead[op.path] = end_s
+            heapq.heappush(self._ends, (end_s, op.move, good))
         self._asked.clear()
+        self._fetches.clear()
+
+    def _read(self, path: str, size: int, now_s: float) -> tuple[float, bool]:
+        """When it ends, and whether it is there."""
+        if self._ahead.get(path, math.inf) <= now_s:
+            return now_s, True
+        rates = self._folder.rates
+        reader = min(range(NUM_READERS), key=self._readers.__getitem__)
+        begin_s = max(now_s, self._readers[reader])
+        good = self._folder.holds(path, begin_s)
+        took_s = rates.read_s + (size * NUM_READERS / rates.read_bytes_per_s if good else 0.0)
+        self._readers[reader] = begin_s + took_s
+        self._num_read += size * good
+        self._read_s += took_s / NUM_READERS
+        return begin_s + took_s, good
+
+    def took(self) -> dict[int, tuple[int, float, float]]:
+        """As `Outside.took`, of what was ordered since this was last asked."""
+        found = {DISK: (self._num_read, self._read_s, 0.0)} if self._read_s else {}
+        self._num_read, self._read_s = 0, 0.0
+        return found
 
     def _put(self, op: PutOp, now_s: float) -> int:
         """Bytes that are copied; none if too many wait to be written."""
@@ -103,11 +138,7 @@ class SimFiles:
         until_s = now_s + rates.patience_s + sum(sizes) / rates.patience_bytes_per_s
         ended_s, all_good = now_s, True
         for op, size in zip(blocks, sizes, strict=True):
-            reader = min(range(NUM_READERS), key=self._readers.__getitem__)
-            begin_s = max(now_s, self._readers[reader])
-            good = self._folder.holds(op.path, begin_s)
-            took_s = rates.read_s + (size * NUM_READERS / rates.read_bytes_per_s if good else 0.0)
-            self._readers[reader] = end_s = begin_s + took_s
+            end_s, good = self._read(op.path, size, now_s)
             if end_s > until_s:
                 good, end_s = False, until_s
             heapq.heappush(self._ends, (end_s, op.block, good))

@@ -326,11 +326,12 @@ class LayerKVManager(KVManager):
         old, first, last = self._blocks(start), start // self.block_size, self._blocks(end)
         return StreamOp(0, tuple(table.away), sets, homes, old, first, last)
 
-    def _measure(self, output: SchedulerOutput, result: StepOutput) -> None:
+    def _measure(self, output: SchedulerOutput, result: StepOutput) -> int:
         if output.scheduled and all(row.num_tokens == 1 for row in output.scheduled):
             moved = sum(op.num_pages for op in output.page_ops if isinstance(op, StreamOp))
             self.rate.stepped(moved, result.duration_s)
             self._num_rows = len(output.scheduled)
+        return 0
 
     def stats(self) -> KVStats:
         return replace(

@@ -117,7 +117,7 @@ class KVManager:
         if offload:
             assert keeping is None, "selections take blocks back from the prefix cache"
             self.swaps.offload_from(self.cache)
-        self.measures: list[Callable[[SchedulerOutput, StepOutput], None]] = []  # hear of each step that is done
+        self.measures: list[Callable[[SchedulerOutput, StepOutput], int]] = []  # of each step: tokens found in it
         self.stored: StoredBlocks | None = None
         if store is not None:
             assert keeping is None, "what selections leave is no whole block"
@@ -268,7 +268,8 @@ class KVManager:
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
         if seq.swapped.generation != self._leaving.generation:
             self._stop_following(seq.node)
-        return self.swaps.back(seq)
+        there = self.swaps.back(seq)
+        return there and (self.stored is None or self.stored.goes_on(seq, self._reusable(seq), self.grow))
 
     def ended(self, move: int, *, good: bool) -> int:
         """A step has reported move `move`: nothing reads or writes for it any more.

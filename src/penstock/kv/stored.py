@@ -18,10 +18,11 @@ from penstock.core.events import StoreNews
 from penstock.core.page_ops import STATE
 from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD
 from penstock.core.step_shape import shape_of
+from penstock.kv.ahead import BlocksAhead
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.events import MEDIA, EventRecorder, EventSettings
-from penstock.kv.load_rates import Choice, LoadRates
+from penstock.kv.load_rates import Choice, LoadRates, Places
 from penstock.kv.named_tier import NamedTier
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
@@ -38,7 +39,8 @@ class StoreSettings(NamedTuple):
     that decides bytes of keys and values. `limits`: bytes that each tier may take, by its number. `block_bytes`,
     `state_bytes`: of a block, and of a state, there. `both_ends`: texts can be computed while they are read
     (`store_load`): there are full groups alone. `load`: one of LOAD_POLICIES. `order`: one of STORE_ORDERS.
-    `num_groups`: the first ones, which are the model's own; draft models' groups, behind them, are not stored. None:
+    `ahead_bytes`: of host memory, for blocks that are read for those who wait to be admitted. `num_groups`: the first
+    ones, which are the model's own; draft models' groups, behind them, are not stored. None:
     there are no others."""
 
     secret: bytes
@@ -50,6 +52,7 @@ class StoreSettings(NamedTuple):
     load: str = "wait"
     order: str = "lru"
     num_groups: int | None = None
+    ahead_bytes: int = 0
 
 
 class StoreClaim(NamedTuple):
@@ -93,7 +96,8 @@ class StoredBlocks:
         self.num_query_tokens = self.num_hit_tokens = 0
         self.rates = LoadRates()
         self.choices = dict.fromkeys(("none", "wait", "split", "cake", "share"), 0)
-        self._declined = False
+        self._declined, self._met = False, 0
+        self.ahead = BlocksAhead(settings.ahead_bytes, outbox, swaps.next_move)
         self._told_kept: list[tuple[StoreIndex, str, float]] = []
         self._outbox = outbox
         self._settings = settings
@@ -101,9 +105,10 @@ class StoredBlocks:
         self._groups = tuple(groups)
         self._slots = tuple(g.index for g in groups if not g.spec.per_token)
         self._num_own = len(self._groups) if settings.num_groups is None else settings.num_groups
-        self._has_blocks = len(self._slots) < self._num_own
+        self._kept = [group for group in self._groups[: self._num_own] if group.spec.per_token]
+        self._has_blocks = bool(self._kept)
         self._block_size = block_size
-        self._loads: set[int] = set()
+        self._loads: dict[int, int] = {}  # tokens that were found, if they come
         self._tick = 0
         self._fronts: dict[int, tuple[BothEnds, int]] = {}  # by the move of a block
         self._reading: dict[str, tuple[int, int]] = {}  # (load, which of its blocks), of loads that are waited for
@@ -200,12 +205,14 @@ class StoredBlocks:
             if (claim := self._shared(paths, first, num)) is not None:
                 return claim
             lead, end = 0, num
-            if self._settings.both_ends and self._settings.load != "wait" and num < len(paths):
+            if self._settings.both_ends and self._policy(seq) != "wait" and num < len(paths):
                 lead, end = self._last_run(paths, num)
-            return self._claim(first, first + lead, first + end) if end else None
+            return self._claim(seq, paths[lead:end], first, first + lead, first + end) if end else None
         states = (n for n in range(num, 0, -1) if self._nearest(paths[n - 1] + STATE) is not None)
-        found = next(states, 0)
-        return self._claim(first, first, first + found, paths[found - 1] + STATE) if found else None
+        if not (found := next(states, 0)):
+            return None
+        state = paths[found - 1] + STATE
+        return self._claim(seq, paths[:found], first, first, first + found, state)
 
     def _shared(self, paths: Sequence[str], first: int, num: int) -> StoreClaim | None:
         """What is being read for somebody else comes for both: if that is most of the `num` blocks that are there."""
@@ -217,15 +224,30 @@ class StoredBlocks:
             return None
         return StoreClaim((first + same) * self._block_size, first, Choice("share"), "", load, offset)
 
-    def _claim(self, first: int, lead: int, end: int, state: str = "") -> StoreClaim | None:
-        """Blocks `lead` to `end` are in the store, and `first` are on the device. None if computing takes less."""
-        settings = self._settings
-        queued = sum(tier.queued_bytes for tier in self.tiers)
-        choice = self.rates.choose(
-            settings.load, first, lead, end, self._block_size, settings.block_bytes, queued, both=settings.both_ends
-        )
+    def _policy(self, seq: Seq) -> str:
+        """Who only brings blocks computes none."""
+        return "wait" if seq.request.prefetches else self._settings.load
+
+    def _claim(
+        self, seq: Seq, paths: Sequence[str], first: int, lead: int, end: int, state: str = ""
+    ) -> StoreClaim | None:
+        """Blocks `lead` to `end`, which are `paths`, are in the store, and `first` are on the device. None if computing
+        takes less."""
+        seen, there = self._seen_from(end), self.ahead.there
+        tiers = [self._nearest(path) if n >= seen and path not in there else None for n, path in enumerate(paths, lead)]
+        places = self._places(tiers, lead, state)
+        policy, both = self._policy(seq), self._settings.both_ends
+        choice = self.rates.choose(policy, first, places, self._block_size, both=both)
         self._declined = choice.kind == "none"
         return None if self._declined else StoreClaim(end * self._block_size, first, choice, state)
+
+    def _places(self, tiers: Sequence[NamedTier | None], lead: int, state: str = "") -> Places:
+        """Of blocks from `lead` on, and of a state."""
+        numbers = [-1 if tier is None else tier.number for tier in tiers]
+        queued = {tier.number: tier.queued_bytes for tier in self.tiers}
+        holder = self._nearest(state) if state else None
+        besides = {} if holder is None else {holder.number: self._settings.state_bytes}
+        return Places(self.rates, lead, numbers, self._settings.block_bytes, queued, besides)
 
     def _lookup(self, paths: Sequence[str]) -> int:
         """How many of the first of these are in some tier, without a gap."""
@@ -245,7 +267,33 @@ class StoredBlocks:
             start -= 1
         return (start, end) if end - start > num else (0, num)
 
+    def needs(self, seq: Seq) -> list[str]:
+        """What would be read for `seq` as it is claimed now, were it admitted; of a text that is computed meanwhile
+        the front, too."""
+        claim: StoreClaim | None = seq.claim
+        if claim is None or claim.load != NO_LOAD:
+            return []
+        end = claim.num_tokens // self._block_size
+        first = max(claim.first, self._seen_from(end))
+        return [*self.paths(seq, first, end), *filter(None, [claim.state])]
+
+    def fetch(self, texts: Sequence[Sequence[str]]) -> None:
+        """Those who wait will need these, in this order, and nothing else that was read ahead. Whether there is room
+        or not, all count as used now, the first ones last."""
+        for paths in reversed(texts):
+            tick = self._next_tick()
+            for tier in self.tiers:
+                tier.touch(paths, tick)
+        found = ((path, self._nearest(path)) for paths in texts for path in paths)
+        self.ahead.want((path, tier, self._num_bytes(path)) for path, tier in found if tier is not None)
+
+    def _seen_from(self, end: int) -> int:
+        """The first block that is seen from behind block `end`."""
+        return min((g.spec.first_block(end * self._block_size, self._block_size) for g in self._kept), default=end)
+
     def _nearest(self, path: str) -> NamedTier | None:
+        if (tier := self.ahead.where(path)) is not None:
+            return tier
         return next((tier for tier in self.tiers if path in tier.index), None)
 
     def begin(self, seq: Seq, limit: int, grow: Callable[[Seq, int], bool]) -> bool:
@@ -280,7 +328,7 @@ class StoredBlocks:
         orders = [(path, pages) for path, pages in wanted if max(pages) >= 0]
         if claim.state:
             orders.append((claim.state, self._pages_of_slots(seq)))
-        sources = []
+        sources: list[NamedTier] = []
         for path, _ in orders:
             tier = self._nearest(path)
             assert tier is not None, f"{path} was claimed, and is in no tier"
@@ -290,13 +338,14 @@ class StoredBlocks:
             tier.touch([*paths, claim.state], cursor.tick)
         self.offer(seq, 0, first)  # room for these is made of what is not held
         move = self._swaps.next_move()
-        self._loads.add(move)
+        self._loads[move] = 0
         front = None
         if choice.kind != "wait":
             goal = choice.goal if choice.kind == "split" else 0
+            places = self._places(sources, begin)
             front = self._texts[move] = BothEnds(
-                seq, first, end, self._block_size, goal=goal, rates=self.rates, block_bytes=self._settings.block_bytes
-            )  # fmt: skip
+                seq, first, end, self._block_size, goal=goal, rates=self.rates, places=places
+            )
         numbered = list(zip(range(begin, begin + len(orders)), orders, sources, strict=True))
         for n, (path, pages), tier in numbered if front is None else reversed(numbered):
             block = tier.load(path, pages, self._num_bytes(path), move)
@@ -314,9 +363,16 @@ class StoredBlocks:
         if not self._slots and self._settings.both_ends:
             self._reading |= {path: (move, n) for n, path in enumerate(paths[first:])}
             self._read_by[move] = seq, paths[first:]
-        self.num_hit_tokens += claim.num_tokens - first * self._block_size
+        self._loads[move] = claim.num_tokens - first * self._block_size
         seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
         return False
+
+    def goes_on(self, seq: Seq, limit: int, grow: Callable[[Seq, int], bool]) -> bool:
+        """As `begin`, behind what the prefix cache had on the host, if that is how `seq` came by all that it has."""
+        if seq.num_computed != seq.num_cached:
+            return True
+        seq.claim = self.claim(seq, seq.num_computed // self._block_size, limit)
+        return self.begin(seq, limit, grow)
 
     def _share(self, seq: Seq, claim: StoreClaim, end: int) -> None:
         """`seq` gets the very memory to which another's load writes, and waits for that. Mutates: seq."""
@@ -331,10 +387,9 @@ class StoredBlocks:
             tier.touch(self.paths(seq, 0, end), cursor.tick)
         self.offer(seq, 0, claim.first)
         move = self._swaps.next_move()
-        self._loads.add(move)
+        self._loads[move] = num * self._block_size
         self._sharers.setdefault(claim.load, []).append((move, seq))
         self._swaps.expect(move, Swapped(claim.num_tokens, [[] for _ in slabs], cursor.generation, claim.first), slabs)
-        self.num_hit_tokens += num * self._block_size
         seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
 
     def all_of(self, moves: Mapping[int, bool]) -> Mapping[int, bool]:
@@ -359,7 +414,7 @@ class StoredBlocks:
     def ended(self, move: int, *, good: bool) -> None:
         """A step has reported move `move`."""
         if move in self._loads:
-            self._loads.discard(move)
+            self.num_hit_tokens += self._loads.pop(move) * good
             for path in self._read_by.pop(move, (None, ()))[1]:
                 if self._reading.get(path, (NO_LOAD, 0))[0] == move:
                     del self._reading[path]
@@ -367,6 +422,7 @@ class StoredBlocks:
                 front.over = True
         for tier in self.tiers:
             tier.ended(move, good=good)
+        self.ahead.ended(move, good=good)
         front, n = self._fronts.pop(move, (None, 0))
         if front is not None and good:
             front.came(n)
@@ -385,7 +441,8 @@ class StoredBlocks:
             seq.num_computed, front.cursor.front = num_tokens, None
             seq.num_cached += saved
             self.num_hit_tokens += saved
-            if seq.num_preemptions == 0 and seq.num_generated == 0:
+            self._met += saved
+            if front.is_first and seq.num_generated == 0:
                 seq.first_cached = seq.num_cached
 
     def _num_bytes(self, path: str) -> int:
@@ -395,16 +452,18 @@ class StoredBlocks:
         """Whether this load is on its way from the store. If it fails, what was lost is known: the rest can be read."""
         return move in self._loads
 
-    def stepped(self, output: SchedulerOutput, result: StepOutput) -> None:
-        """A step has been done."""
+    def stepped(self, output: SchedulerOutput, result: StepOutput) -> int:
+        """A step has been done. Returns the tokens that were found since the last one by who computed meanwhile."""
         self.rates.stepped(shape_of(output.scheduled), result.duration_s)
-        if result.read is not None:
-            self.rates.read(*result.read)
+        for tier, read in result.read.items():
+            self.rates.read(tier, *read)
+        met, self._met = self._met, 0
+        return met
 
     def heard(self, news: StoreNews) -> None:
         """Others have changed what is there."""
         if news.read is not None:
-            self.rates.read(*news.read)
+            self.rates.read(news.tier, *news.read)
         tier = next(tier for tier in self.tiers if tier.number == news.tier)
         if news.evicts is not None:
             tier.index.evicts = news.evicts

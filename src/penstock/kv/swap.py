@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class Swapped(NamedTuple):
-    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on.
+    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on;
+    `num_found` of them were the prefix cache's.
 
     `generation`: the prefix cache's into which its blocks may go; None: into none any more.
     """
@@ -34,6 +35,7 @@ class Swapped(NamedTuple):
     ids: list[list[int]]
     generation: int | None
     first: int = 0
+    num_found: int = 0
 
 
 class SwapIn(NamedTuple):
@@ -148,10 +150,8 @@ class Swaps:
             ids = [list(column) for column in zip(*copies, strict=True)]
             self.tier.prepare_load(ids)
             num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
-            seq.swapped = Swapped(num_tokens, ids, cursor.generation, cursor.num_blocks)
-            self._tree.num_hit_tokens += num_tokens - seq.num_cached
+            seq.swapped = Swapped(num_tokens, ids, cursor.generation, cursor.num_blocks, len(copies))
             seq.num_cached = num_tokens
-            self._offload.num_loaded += len(copies)
 
     def back(self, seq: Seq) -> bool:
         """Plan the copies back into the tables of `seq`, which have room, but for blocks that it has computed.
@@ -172,6 +172,7 @@ class Swaps:
         self.kept.keep(seq.seq_id, copy.ids, copy.first, copy.num_tokens)
         if not self.tier.late:
             self.tier.complete_load(copy.ids)
+            self._came(copy)
             seq.num_computed = copy.num_tokens
             return True
         self.expect(move, copy, slabs, seq.seq_id)
@@ -206,9 +207,17 @@ class Swaps:
         self.tier.complete_load(load.copy.ids)
         if not good:
             self.kept.drop(load.seq_id)
+        else:
+            self._came(load.copy)
         for pool, slabs in zip(self._pools, load.slabs, strict=True):
             pool.unref_slabs(slabs)
         return load.copy.num_tokens
+
+    def _came(self, copy: Swapped) -> None:
+        """Counts what was found, now that it is there."""
+        if copy.num_found and self._tree is not None and self._offload is not None:
+            self._tree.num_hit_tokens += copy.num_found * self._block_size
+            self._offload.num_loaded += copy.num_found
 
     def drop(self, seq: Seq) -> None:
         """Give up a sequence's copies, if it has any (they are not needed, or the sequence has ended)."""

@@ -67,6 +67,7 @@ def counters_of(kv: KVManager) -> dict[str, float]:
         out[f"tier_read_bytes:{outer.name}"] = float(outer.read_bytes)
         out[f"tier_refused_blocks:{outer.name}"] = float(outer.num_refused)
     if kv.stored is not None:
+        out["fetched_blocks"] = float(kv.stored.ahead.num_fetched)
         out |= {f"tier_misses:{why}": float(num) for why, num in sorted(kv.stored.misses.items())}
     out["reused_blocks"] = float(kv.swaps.kept.num_reused)
     if isinstance(kv.cache, PrefixTree):

@@ -308,7 +308,8 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
             field="kv_offload_eviction",
         )
     settings = StoreSettings(secret, name, limits, block_bytes, state_bytes, both_ends=both, load=load, order=order,
-                             num_groups=len(plan.own_groups))  # fmt: skip
+                             num_groups=len(plan.own_groups),
+                             ahead_bytes=int(config.cache.kv_fetch_ahead * 2**30))  # fmt: skip
     looks: list[FolderLook | RemoteStore] = []
     if offload.disk is not None:
         looks.append(FolderLook(offload.disk.folder, settings))

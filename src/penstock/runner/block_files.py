@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hmac
+import itertools
 import logging
 import os
 import queue
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from penstock.core.block_codec import BlockCodec
 from penstock.core.cache_spec import HIDDEN, CacheGroup
-from penstock.core.page_ops import STATE, DropOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, FetchOp, GetOp, KeepOp, PutOp
 from penstock.ops.plan import Planes
 
 MAGIC = b"PSTKV\x00\x00\x01"
@@ -47,12 +48,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Load:
-    """One move: numbers of its blocks that are still to be read, whether all came, and until when somebody waits."""
+    """One move: numbers of its blocks that are still to be read, whether all came, and until when somebody waits.
+    `ahead`: blocks that were read before."""
 
-    __slots__ = ("good", "left", "until_s")
+    __slots__ = ("ahead", "good", "left", "until_s")
 
     def __init__(self, until_s: float) -> None:
         self.left: set[int] = set()
+        self.ahead: dict[int, bytearray] = {}
         self.good, self.until_s = True, until_s
 
 
@@ -87,11 +90,13 @@ class BlockFiles:
         self._done = threading.Condition(self._lock)
         self._ended: dict[int, bool] = {}
         self._loads: dict[int, _Load] = {}
-        self._asked: list[tuple[GetOp, _Load]] = []
+        self._asked: list[tuple[GetOp, _Load] | FetchOp] = []
+        self._ahead: dict[str, bytearray | None] = {}  # None: it is still to be read
+        self._order = itertools.count()
         self._waiting_bytes = 0
         self._paused_s = float("-inf")
         self._writes: queue.SimpleQueue[tuple[PutOp, bytearray] | DropOp | KeepOp | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[tuple[GetOp, _Load] | None] = queue.SimpleQueue()
+        self._reads: queue.PriorityQueue[tuple[int, int, tuple[GetOp, _Load] | FetchOp | None]] = queue.PriorityQueue()
         self._threads: list[threading.Thread] = []
         self._free: deque[bytearray] = deque()
         self._misses: Counter[str] = Counter()
@@ -130,7 +135,18 @@ class BlockFiles:
                 load = self._loads[op.move] = _Load(time.monotonic() + PATIENCE_S)
             load.left.add(op.block)
             load.until_s += self._bytes[op.path.endswith(STATE)] / PATIENCE_RATE
+            if (block := self._ahead.get(op.path)) is not None:
+                load.ahead[op.block] = block
         self._asked.append((op, load))
+
+    def fetch(self, op: FetchOp) -> None:
+        """As `get`, into memory; or what is there is forgotten."""
+        with self._lock:
+            if op.move < 0:
+                self._ahead.pop(op.path, None)
+                return
+            self._ahead[op.path] = None
+        self._asked.append(op)
 
     def begin(self) -> None:
         """All orders of a step have been given."""
@@ -141,7 +157,7 @@ class BlockFiles:
                     self._since_s, self._is_first = time.monotonic(), True
                 self._num_reading += len(self._asked)
             for asked in self._asked:
-                self._reads.put(asked)
+                self._reads.put((isinstance(asked, FetchOp), next(self._order), asked))
             self._asked.clear()
 
     def change(self, op: DropOp | KeepOp) -> None:
@@ -200,7 +216,7 @@ class BlockFiles:
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that."""
         for _ in range(NUM_READERS):
-            self._reads.put(None)
+            self._reads.put((0, next(self._order), None))
         self._writes.put(None)
         until = time.monotonic() + wait_s
         for thread in self._threads:
@@ -306,20 +322,26 @@ class BlockFiles:
 
     def _read_all(self) -> None:
         buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
-        while (order := self._reads.get()) is not None:
-            op, load = order
-            self._read_one(op, load, buffers[op.path.endswith(STATE)])
+        while (order := self._reads.get()[2]) is not None:
+            op = order if isinstance(order, FetchOp) else order[0]
+            self._read_one(order, buffers[op.path.endswith(STATE)])
 
-    def _read_one(self, op: GetOp, load: _Load, own: bytearray) -> None:
-        """`own`: where the file is read to."""
-        good = self._read(op.path, own)
+    def _read_one(self, order: tuple[GetOp, _Load] | FetchOp, own: bytearray) -> None:
+        """`own`: where a file is read to."""
+        if isinstance(order, FetchOp):
+            self._fetch_one(order)
+            return
+        op, load = order
+        block = load.ahead.pop(op.block, None)
+        good = block is not None or self._read(op.path, own)
         with self._lock:
             self._num_reading -= 1
-            self._passed(len(own) * good)
+            if block is None:
+                self._passed(len(own) * good)
             if self._loads.get(op.move) is not load:
                 return  # whoever gave up waiting has given the pages to others: nothing is written to them
             if good:
-                self._fill(op, own)
+                self._fill(op, own if block is None else block)
             load.good = load.good and good
             load.left.discard(op.block)
             self._ended[op.block] = good
@@ -327,6 +349,19 @@ class BlockFiles:
                 del self._loads[op.move]
                 self._ended[op.move] = load.good
                 self._done.notify_all()
+
+    def _fetch_one(self, op: FetchOp) -> None:
+        with self._lock:
+            wanted = op.path in self._ahead
+        block = bytearray(self._bytes[op.path.endswith(STATE)] + OVERHEAD if wanted else 0)
+        good = wanted and self._read(op.path, block)
+        with self._lock:
+            self._num_reading -= 1
+            if wanted:
+                self._passed(len(block) * good)
+            if good and op.path in self._ahead:
+                self._ahead[op.path] = block
+            self._ended[op.move] = good
 
     def _read(self, path: str, into: bytearray) -> bool:
         codec = None if path.endswith(STATE) else self._codec

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.core.page_ops import TIER_NAMES, DropOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import TIER_NAMES, DropOp, FetchOp, GetOp, KeepOp, PutOp
 from penstock.runner.block_files import BlockFiles
 
 
@@ -17,7 +17,7 @@ class Outside:
         self._loads: dict[int, set[int]] = {}  # tiers from which something of a load is on its way
         self._failed: set[int] = set()
 
-    def order(self, op: PutOp | GetOp | DropOp | KeepOp) -> None:
+    def order(self, op: PutOp | GetOp | DropOp | KeepOp | FetchOp) -> None:
         """Take one of a step's orders, in their order."""
         tier = self.tiers[op.tier]
         if isinstance(op, PutOp):
@@ -25,6 +25,8 @@ class Outside:
         elif isinstance(op, GetOp):
             self._loads.setdefault(op.move, set()).add(op.tier)
             tier.get(op)
+        elif isinstance(op, FetchOp):
+            tier.fetch(op)
         else:
             tier.change(op)
 
@@ -60,12 +62,9 @@ class Outside:
             for reason, count in tier.misses().items()
         }
 
-    def took(self) -> tuple[int, float, float] | None:
-        """What was read since this was last asked (`BlockFiles.took`), from all tiers; None: nothing."""
-        found = [took for tier in self.tiers.values() if (took := tier.took()) is not None]
-        if not found:
-            return None
-        return sum(took[0] for took in found), sum(took[1] for took in found), max(took[2] for took in found)
+    def took(self) -> dict[int, tuple[int, float, float]]:
+        """What was read since this was last asked, of each tier that was (`BlockFiles.took`)."""
+        return {number: took for number, tier in self.tiers.items() if (took := tier.took()) is not None}
 
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that, each."""

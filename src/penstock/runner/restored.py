@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import DropOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import DropOp, FetchOp, GetOp, KeepOp, PutOp
 from penstock.model.forward import Forward
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.outside import Outside
 
 RESTORED_TOKENS = 512
-"""At most so many are restored before a step, as a chunk of a prompt is bounded: others wait for it."""
+"""At most so many are restored before a step, and behind it, as a chunk of a prompt is bounded: others wait for it."""
 _NONE = np.zeros(0, np.int32)
 
 
@@ -66,7 +66,7 @@ class RestoredOutside(Outside):
         self._untold: dict[int, bool] = {}
         self._restore_s = 0.0
 
-    def order(self, op: PutOp | GetOp | DropOp | KeepOp) -> None:
+    def order(self, op: PutOp | GetOp | DropOp | KeepOp | FetchOp) -> None:
         if isinstance(op, GetOp):
             self._asked[op.block] = op
         super().order(op)
@@ -94,10 +94,10 @@ class RestoredOutside(Outside):
             self._left.pop(number, None)
         return told
 
-    def took(self) -> tuple[int, float, float] | None:
+    def took(self) -> dict[int, tuple[int, float, float]]:
         """As `Outside.took`. Restoring goes on beside reading, so the longer of both is what a load takes."""
         found = super().took()
-        if found is None or not found[0]:
+        if not any(num_bytes for num_bytes, _, _ in found.values()):
             return found
         restore_s, self._restore_s = self._restore_s, 0.0
-        return found[0], max(found[1], restore_s), found[2]
+        return {tier: (num, max(seconds, restore_s), first_s) for tier, (num, seconds, first_s) in found.items()}

@@ -204,11 +204,12 @@ class Runner:
         return self.with_late(result)
 
     def with_late(self, result: StepOutput) -> StepOutput:
-        """The result with what was compiled, what was read and what could not be read, since the last one."""
+        """The result with what was compiled since the last one, and with what was read, and could not be read, until
+        now: who computes while blocks come decides by it what to compute next."""
         if (outside := self.storage.outside) is not None:
-            misses, read = outside.misses(), outside.took()
-            if misses or read is not None:
-                result = replaced(result, misses=misses, read=read)
+            moves, misses, read = outside.ended(), outside.misses(), outside.took()
+            if moves or misses or read:
+                result = replaced(result, moves=result.moves | moves, misses=misses, read=read)
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late

@@ -14,6 +14,7 @@ from penstock.core.page_ops import (
     HOST,
     AnyPageOp,
     DropOp,
+    FetchOp,
     GetOp,
     KeepOp,
     LoadOp,
@@ -124,7 +125,7 @@ class Storage:
             if isinstance(op, StreamOp):
                 self.streams.append(op)
                 continue
-            if isinstance(op, PutOp | GetOp | DropOp | KeepOp):
+            if isinstance(op, PutOp | GetOp | DropOp | KeepOp | FetchOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
                 self.outside.order(op)
                 continue

@@ -1,4 +1,4 @@
-"""What a sequence is owed for a chunk of its tokens."""
+"""What a sequence is owed for a chunk of its tokens, and what it begins with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.core.batch import ScheduledRow
 
 if TYPE_CHECKING:
+    from penstock.core.events import EngineStats
     from penstock.core.sequence import Sequence
     from penstock.kv.manager import KVManager
 
@@ -29,3 +30,13 @@ def row_of(kv: KVManager, seq: Sequence, n: int) -> ScheduledRow:
         prompt_from = max(start, seq.prompt_logprobs_done)
     keeps = kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
     return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
+
+
+def count_found(seq: Sequence, kv: KVManager, stats: EngineStats) -> None:
+    """`seq` begins with what was found of it, which has come. What a load only promises counts nowhere."""
+    if seq.scheduled_s is None and seq.num_generated == 0:
+        seq.first_cached = seq.num_cached
+        kv.hints.admitted(seq)
+    if seq.request.reads_cache:
+        stats.num_prefix_queries_tokens += seq.num_known
+    stats.num_prefix_hit_tokens += seq.num_cached

@@ -15,12 +15,13 @@ from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, Schedule
 from penstock.core.events import EngineStats
 from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD, Sequence, Status
 from penstock.kv.backing import RETRY_S
+from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.pauses import Pauses, tokens_left
 from penstock.sched.preempt import prefers_swap
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
-from penstock.sched.rows import row_of
+from penstock.sched.rows import count_found, row_of
 
 if TYPE_CHECKING:
     from penstock.core.protocols import DraftController, SchedulingPolicy, StepTimer
@@ -72,6 +73,7 @@ class Scheduler:
         self.pauses = Pauses(self, timer, pause_mode)
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.reserve = Reserve(conservativeness)
+        self._ahead = FetchAhead(kv)
         self.stats = stats or EngineStats()
         self.drafts = drafts
         """How much to draft; None: the rank has no drafter."""
@@ -159,6 +161,7 @@ class Scheduler:
             elif seq.status is Status.LOADING:
                 seq.status = Status.RUNNING
                 seq.num_computed = tokens[seq.load]
+                count_found(seq, self.kv, self.stats)
                 self.kv.commit(seq)  # what it shares with others must not look evictable when they go
 
     def _drop(self, seq: Sequence) -> None:
@@ -285,7 +288,7 @@ class Scheduler:
             if self._clockwork is not None:
                 self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
-            if self.kv.swaps.loads and (alone or any(seq.status is Status.LOADING for seq in added)):
+            if self.kv.swaps.loads and (alone or added):  # they wait for blocks
                 return self._emit(step, rows, added, 0)
             if self.kv.orders_wait and alone and not self.has_work:
                 return self._emit(step, rows, added, 0)
@@ -404,12 +407,8 @@ class Scheduler:
         self.waiting.remove(seq)
         seq.status = status
         insort(self.running, seq, key=self.policy.key)
-        if seq.num_preemptions == 0 and seq.num_generated == 0:
-            seq.first_cached = seq.num_cached
-            self.kv.hints.admitted(seq)
-        if seq.request.reads_cache:
-            self.stats.num_prefix_queries_tokens += known
-        self.stats.num_prefix_hit_tokens += seq.num_cached
+        if status is Status.RUNNING:
+            count_found(seq, self.kv, self.stats)
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         return n
 
@@ -431,6 +430,7 @@ class Scheduler:
                 self._on_rank.add(seq.seq_id)
         for seq, row in rows.values():
             seq.num_inflight += row.num_tokens
+        self._ahead.look(self.waiting)
         tables, page_ops = self.kv.drain()
         forked, removed, appended = self._forked, self._removed, self._appended
         self._forked, self._removed, self._appended = [], [], {}

@@ -107,7 +107,10 @@ def build_sim(
     if wanted is not None and wanted.remotes:
         raise ConfigError("kv_offload: a simulation knows no remote; give disk:FOLDER,20GiB alone", field="kv_offload")
     if wanted is not None and wanted.disk is not None:
-        store = SimStore.of(plan, wanted.disk.limit_bytes, folder, cake=config.cache.kv_load_policy == "cake")
+        ahead_bytes = int(config.cache.kv_fetch_ahead * 2**30)
+        store = SimStore.of(
+            plan, wanted.disk.limit_bytes, folder, load=config.cache.kv_load_policy, ahead_bytes=ahead_bytes
+        )
     executor = SimExecutor(
         timer,
         clock,

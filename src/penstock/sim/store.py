@@ -31,13 +31,15 @@ class SimStore:
         self._next_s = float("-inf")
 
     @classmethod
-    def of(cls, plan: Plan, limit_bytes: int, folder: SimFolder | None = None, *, cake: bool = False) -> SimStore:
-        """For the engine of a plan."""
+    def of(
+        cls, plan: Plan, limit_bytes: int, folder: SimFolder | None = None, *, load: str = "wait", ahead_bytes: int = 0
+    ) -> SimStore:
+        """For the engine of a plan. `load`, `ahead_bytes`: see StoreSettings."""
         block_bytes, state_bytes = file_bytes(plan.own_groups, plan.block_size)
-        both = cake and all(group.spec.kind == "paged" for group in plan.groups)
+        both = all(group.spec.kind == "paged" for group in plan.groups)
         settings = StoreSettings(
             bytes(32), "simulated", {DISK: limit_bytes}, block_bytes, state_bytes, both_ends=both,
-            num_groups=len(plan.own_groups),
+            num_groups=len(plan.own_groups), load=load, ahead_bytes=ahead_bytes,
         )  # fmt: skip
         return cls(folder or SimFolder(), settings)
 

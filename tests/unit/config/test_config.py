@@ -67,7 +67,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
-        "kv_load_policy": "wait", "warm_grammars": False, "kv_offload_eviction": "lru",
+        "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",
         "kv_offload_secret_file": None, "kv_pin_share": 0.1, "kv_events_config": None,
         "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None, "plugin": None,
     }  # fmt: skip

@@ -63,6 +63,7 @@ LABELS: dict[str, Label] = {
     "kv_offload_secret_file": _SYSTEM,
     "kv_offload_format": _NUMBERS,
     "kv_load_policy": _SYSTEM,
+    "kv_fetch_ahead": _SYSTEM,
     "kv_pin_share": _SYSTEM,
     "kv_offload_eviction": _SYSTEM,
     "slot_checkpoint_tokens": _SYSTEM,

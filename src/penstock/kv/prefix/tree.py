@@ -112,6 +112,20 @@ class PrefixTree:
         self.share(node)
         return node, self.path(node)
 
+    def touch(self, namespace: bytes, entry: PrefixNode | None, tokens: array[int], limit: int) -> None:
+        """A text that will be asked for counts as used now, up to block `limit`: the path of its match, and what goes
+        on from there in the tier."""
+        if (entry := entry or self._roots.get(namespace)) is None:
+            return
+        self.share(entry)
+        self.release(entry)
+        node, raw = entry, tokens[: limit * self.block_size].tobytes()
+        while (found := self._next(node, raw)[0] if node.end < limit else None) is not None and found.copies:
+            node = found
+            self.policy.on_hit(node, self._tick)
+            if not node.slabs and not node.children:
+                self._far.push(node)
+
     def path(self, entry: PrefixNode) -> list[Slabs]:
         nodes = []
         node: PrefixNode | None = entry

@@ -128,7 +128,7 @@ class Fair(Fcfs):
         for seq in running:
             self._followed[seq.seq_id] = followed.pop(seq.seq_id, (seq, -1))
         for seq_id, (seq, charged) in list(self._followed.items()):
-            start = _charged_from(seq) if charged < 0 else max(charged, seq.num_cached if seq.index == 0 else 0)
+            start = _charged_from(seq) if charged < 0 else max(charged, _found(seq) if seq.index == 0 else 0)
             self._followed[seq_id] = (seq, self._count(seq, start, seq.num_computed + seq.num_inflight))
         for seq_id, (seq, charged) in followed.items():  # it waits again, or has ended
             if seq.status is Status.FINISHED and seq.num_generated:
@@ -199,7 +199,12 @@ class Fair(Fcfs):
 
 def _charged_from(seq: Sequence) -> int:
     """First position that is charged: what was cached is free, and a fork's prompt is its leader's."""
-    return seq.num_cached if seq.index == 0 else seq.prompt_len
+    return _found(seq) if seq.index == 0 else seq.prompt_len
+
+
+def _found(seq: Sequence) -> int:
+    """What was cached, as far as it has come."""
+    return min(seq.num_cached, seq.num_computed)
 
 
 def _places(running: Seq[Sequence]) -> tuple[Counter[str], dict[str, float]]:

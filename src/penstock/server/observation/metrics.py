@@ -67,6 +67,7 @@ _ENGINE_COUNTERS = (
     ("layerwise_admissions", "Prompts that entered with layers away (layerkv).", "num_layerwise", OURS),
     ("layers_back", "Layers of sequences that came back.", "num_layers_back", OURS),
     ("layer_waits", "Decodes that waited a step for layers.", "num_layer_waits", OURS),
+    ("kv_fetched_blocks", "Blocks read for requests that waited in the queue.", "fetched_blocks", OURS),
     ("failed_loads", "Sequences computed again because a tier had lost what it was given.", "num_failed_loads", OURS),
     ("external_prefix_cache_queries", "Tokens looked up in the store of blocks.", "num_store_query_tokens", BOTH),
     ("external_prefix_cache_hits", "Tokens that the store of blocks had.", "num_store_hit_tokens", BOTH),
