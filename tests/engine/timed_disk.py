@@ -3,6 +3,7 @@ long per token and per pair of query and key. Nothing sleeps, there are no threa
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ class TimedDisk:
     def monotonic(self) -> float:
         """What BlockFiles takes for the time."""
         return self.clock.now()
+
+    def time(self) -> float:
+        """Of files: what is written has no time until which it stays."""
+        return time.time()
 
     def begin(self, files: BlockFiles) -> None:
         self._arrive(files)
