@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 13
+#define PST_ABI 14
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -428,6 +428,12 @@ PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_
 /* Nanoseconds that each operation took in the runs so far, on thread 0, barrier included: [num_ops]. Counting begins
  * with the first call and costs two clock reads per operation. */
 PST_API void pst_program_profile(pst_program *program, int64_t *nanoseconds);
+/* Whether PST_ATTEND reads pages that several sequences of a step have in common once for all of them (1, as at first), or for
+ * each (0). It changes no bit. Pages that pst_group.tables name twice count as common: full-context layers, whole pages before the
+ * step, chunks of 256 tokens. */
+PST_API void pst_program_share(pst_program *program, int32_t shares);
+/* How many keys of a kv head PST_ATTEND has looked up in the runs so far (as many values). */
+PST_API int64_t pst_program_keys_read(const pst_program *program);
 
 /* ---- sampling ------------------------------------------------------------------------------------------------
  *

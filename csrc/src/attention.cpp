@@ -8,8 +8,7 @@
 //
 // Nodes of a tree of guesses share the chunks before the step's own keys, and go one by one through those with them.
 // A token that reads what was chosen for it (pages, or tokens) is a block by itself.
-#include "attention.h"
-#include "pages.h"
+#include "attend.h"
 
 #include <algorithm>
 #include <utility>
@@ -18,477 +17,271 @@ namespace pst {
 
 namespace {
 
-// Split tasks are fewer than this per thread, and a wave runs so many spans per thread.
-constexpr int PAIRS_PER_THREAD = 4, SLOTS_PER_THREAD = 8;
-// Tasks per thread for which query heads of one kv head part.
-constexpr int SHARED_PER_THREAD = 2;
-
 int divided(int n, int by) { return (n + by - 1) / by; }
 
-struct Attend final : Op {
-    pst_register queries, out;
-    Rule rule;
-    PageChoice choice;
-    pst_register slots_of;  // what PST_CHOOSE found, of width `most`, if any; or, if `rehearsed`, bits
-    bool rehearsed = false;
-    int most = 0;
-    int group, heads, dim;
-    int kv_heads, per;  // of the query heads `per` and `per` read a kv head; where there are many, `parts` times the same
-    int parts = 1;
-    Lines lines;
-    const float *slopes, *sinks;
-    int block_tokens, block_rows, max_blocks;
-    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at;
+}  // namespace
 
-    // ---- a thread's memory ----
-
-    struct Own {
-        Block* blocks;
-        int32_t* splits;  // numbers of split blocks
-        uint8_t *keys, *more, *values, *queries, *part, *whole;
-        float *factors, *more_factors, *value_scales, *scratch, *turned;
-        const uint8_t** rows;  // of `turned`
-        uint8_t* choice;
-    };
-
-    // Rows whose scores of a chunk exist at once.
-    int most_rows() const { return rule.more.dim ? STRIP_ROWS : ROW_GROUP; }
-
-    void lay_out(const Maker& maker) {
-        block_tokens = std::max(1, BLOCK_ROWS / per);
-        block_rows = block_tokens * per;
-        query_bytes = rule.keys.query_bytes() + rule.more.query_bytes();
-        state_bytes = State::bytes(block_rows, rule.values.padded);
-        pairs_max = int64_t(PAIRS_PER_THREAD) * maker.threads;
-        slots = int64_t(SLOTS_PER_THREAD) * maker.threads;
-        max_blocks = maker.capacity(out);
-        plan_bytes = aligned(int64_t(max_blocks) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
-        own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.more.chunk_bytes() + rule.values.chunk_bytes() +
-                    aligned(query_bytes * block_rows) + 2 * state_bytes + 3 * CHUNK * 4 + scores_bytes(most_rows());
-        if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
-        choice_at = own_bytes = aligned(own_bytes);
-        if (choice.wanted) own_bytes += choice.bytes();
-        if (most) own_bytes += aligned(int64_t(most) * 4);
-        // A program for one thread never splits.
-        shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
-    }
-
-    Own own_memory(uint8_t* at) const {
-        Own own;
-        own.blocks = reinterpret_cast<Block*>(at);
-        own.splits = reinterpret_cast<int32_t*>(at + aligned(int64_t(max_blocks) * int64_t(sizeof(Block))));
-        own.keys = at + plan_bytes;
-        own.more = own.keys + rule.keys.chunk_bytes();
-        own.values = own.more + rule.more.chunk_bytes();
-        own.queries = own.values + rule.values.chunk_bytes();
-        own.part = own.queries + aligned(query_bytes * block_rows);
-        own.whole = own.part + state_bytes;
-        own.factors = reinterpret_cast<float*>(own.whole + state_bytes);
-        own.more_factors = own.factors + CHUNK;
-        own.value_scales = own.more_factors + CHUNK;
-        own.scratch = own.value_scales + CHUNK;
-        own.turned = own.scratch + scores_bytes(most_rows()) / 4;
-        own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
-        own.choice = at + choice_at;
-        return own;
-    }
-
-    // ---- planning: every thread by itself, all with the same result ----
-
-    struct Plan {
-        int blocks = 0, splits = 0, spans = 0;  // spans of the longest split block
-        int together = 1;                       // kv heads of a task, a divisor of all
-    };
-
-    // `body(sequence, first, last, row)` for tokens of one sequence whose outputs are wanted, in rows `row` ...: all
-    // tokens, or the selected ones as far as they are neighbours.
-    template <class Body>
-    void each_run(const pst_step& step, Body body) const {
-        const int32_t* starts = step.query_start_loc;
-        if (out.rows == PST_ROWS_TOKENS) {
-            for (int b = 0; b < step.num_seqs; b++) body(b, starts[b], starts[b + 1], starts[b]);
-            return;
+void Attend::take_queries(const Block& block, Heads some, const Own& own) const {
+    uint8_t* to = own.queries;
+    const float* queries_of_block = query_row(block);
+    for (int g = some.first; g < some.first + some.count; g++)
+        for (int r = 0; r < block.count * per; r++, to += query_bytes) {
+            const float* token = queries_of_block + r / per * queries.stride;
+            if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
+                for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
+            const float* query = token + (int64_t(g) * per + r % per) * dim;
+            gather_query(rule.keys, query, to);
+            if (rule.more.dim) gather_query(rule.more, query + rule.keys.dim, to + rule.keys.query_bytes());
         }
-        for (int r = 0, next; r < step.num_rows; r = next) {
-            int first = step.rows[r], b = int(std::upper_bound(starts, starts + step.num_seqs + 1, first) - starts) - 1;
-            int last = first + 1;
-            for (next = r + 1; next < step.num_rows && step.rows[next] == last && last < starts[b + 1]; next++) last++;
-            body(b, first, last, r);
+}
+
+void Attend::attend_span(const Pages& pages, const Block& block, Heads some, int span, bool fresh, bool on, const Own& own,
+                 const State& state) const {
+    int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
+    for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
+    attend_chunks(pages, block, some, std::max(block.reach / CHUNK * CHUNK, span * rule.span), span, fresh, on, own, state);
+}
+
+void Attend::attend_chunks(const Pages& pages, const Block& block, Heads some, int begin, int span, bool fresh, bool on,
+                   const Own& own, const State& state) const {
+    const int end = std::min(block.end, (span + 1) * rule.span), rows = block.count * per;
+    Places head_places, both[2], *now = &both[0], *next = &both[1];
+    find(rule, pages, block, in_page(some.first), begin, *now);
+    for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
+        Ahead ahead = ahead_of(*next, block, some);
+        if (start + CHUNK < (on ? block.end : end)) {
+            find(rule, pages, block, in_page(some.first), start + CHUNK, *next);
+            ahead.begin(next->first, next->last);
+        }
+        if (rule.more.dim && all_in_strips(*now, block, some)) {
+            Strips strips = gather(start, *now, true, start == begin && fresh, own, ahead);
+            attend_strips(block, some, start, strips, own, state, ahead);
+            continue;
+        }
+        Strips strips;
+        for (int i = 0; i < some.count; i++) {
+            // Parts of a kv head find what the one before them has made ready; a tree's paths are made ready anew.
+            const bool anew = (some.first + i) % parts == 0;
+            if (i && anew) find(rule, pages, block, in_page(some.first + i), start, head_places);
+            Places& places = i && (anew || some.first / parts != (some.first + i) / parts) ? head_places : *now;
+            Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
+            bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP && !rule.more.dim;
+            if (!i || anew) strips = gather(start, places, few, start == begin && fresh, own, ahead);
+            if (block.mask) attend_tree(pages, block, part, places, own, ahead);
+            else attend_tokens(block, part, places.t0, places.t1, strips, own, ahead);
         }
     }
+}
 
-    Plan plan(const pst_step& step, int threads, const Own& own) const {
-        Plan made;
-        int64_t total = 0, spans = 0;
-        int longest = 1;
-        each_run(step, [&](int b, int first, int end, int row) {
-            int picking = choice.first_token(step, b);
-            auto picks = [&](int t) { return most ? seen(step, b, t) > most : t >= picking; };
-            for (int t = first, count; t < end; t += count) {
-                const bool alone = picks(t);
-                for (count = 1; !alone && count < std::min(block_tokens, end - t) && !picks(t + count);) count++;
-                Block& block = own.blocks[made.blocks++];
-                block = Block(step, rule, b, t, count);
-                block.row = row + t - first;
-                block.picks = alone && (most || !block.mask) && (!rehearsed || chose(block));
-                total += (block.picks ? read(step, block) : block.work()) * kv_heads;
-                spans += block.picks ? 1 : block.spans();
-                longest = std::max(longest, block.count);
-            }
-        });
-        made.together = heads_together(spans, longest, threads);
-        for (int i = 0; i < made.blocks && threads > 1; i++) {
-            Block& block = own.blocks[i];
-            // Fewer than PAIRS_PER_THREAD * threads tasks can be so large a part of the whole.
-            int64_t work = block.work() * made.together;
-            block.split = !block.picks && block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
-            if (!block.split) continue;
-            own.splits[made.splits++] = i;
-            made.spans = std::max(made.spans, most_spans(block, step.groups[group].dropped != nullptr));
-        }
-        return made;
-    }
-
-    // Where tokens are forgotten, the others move up: a window may lie across one span more, and a chunk begin earlier
-    // by as much as its length.
-    int most_spans(const Block& block, bool forgets) const {
-        if (!forgets) return block.spans();
-        return rule.chunk ? (block.end - 1) / rule.span + 1 : block.spans() + 1;
-    }
-
-    // Tokens that the line of a layer without lines of its own still has for token t.
-    int seen(const pst_step& step, int b, int t) const {
-        return step.positions[t] + 1 - dropped(step.groups[group], b, lines.layer);
-    }
-
-    // Whether PST_REHEARSE chose for a block's one token.
-    bool chose(const Block& block) const {
-        return block.end <= choice.how.max_tokens && choice.most_tokens(block.end) < block.end;
-    }
-
-    // Keys that a block reads which picks them.
-    int64_t read(const pst_step& step, const Block& block) const {
-        if (most) return most;
-        if (rehearsed) return choice.most_tokens(block.end);
-        int size = step.groups[group].block_size;
-        return int64_t(choice.count(block.end, size)) * size;
-    }
-
-    // kv heads of a task in a step with so many spans in all blocks, the largest block with `tokens` of them.
-    int heads_together(int64_t spans, int tokens, int threads) const {
-        int n = lines.count > 1 ? 1 : std::min(kv_heads, block_rows / (tokens * per));
-        // Parts of a kv head make its keys ready each for itself, which is better done once.
-        int wanted = (parts > 1 ? SHARED_PER_THREAD : PAIRS_PER_THREAD) * threads;
-        auto too_few = [&] { return threads > 1 && spans * (kv_heads / n) < wanted; };
-        while (n > 1 && (kv_heads % n || too_few())) n--;
-        return std::max(n, 1);
-    }
-
-    // ---- a block, some kv heads, a span ----
-
-    // kv heads first ... first + count - 1. Their rows follow each other, head by head, in queries and states.
-    struct Heads {
-        int first, count;
+Ahead Attend::ahead_of(const Places& next, const Block& block, Heads some) const {
+    auto list = [&](const Side& side, const uint8_t* const* rows, const float* const* scales) {
+        return Ahead::List{rows, side.scaled ? scales : nullptr, divided(some.count, parts) * side.row_bytes()};
     };
-    int in_page(int head) const { return lines.in_page(head / parts); }
-
-    // The block as the line of these heads has it.
-    Block kept(const Context& context, const Block& block, Heads some) const {
-        return block.behind(rule, dropped(context.step.groups[group], block.sequence, lines.of(some.first)));
+    Ahead ahead{{list(rule.stored, next.keys, next.key_scales),
+                 rule.more.dim ? list(rule.more, next.more, next.more_scales)
+                               : list(rule.values, next.values, next.value_scales)},
+                some.count};
+    if (rule.more.dim) {
+        const int rows = some.count * block.count * per, lines = (ahead.lists[0].bytes + ahead.lists[1].bytes) / 64 + 2;
+        const int work = rows * ((rule.keys.steps() + rule.more.steps()) / Ahead::STEPS + rule.values.padded / 64);
+        ahead.lines = divided(lines * CHUNK, std::max(1, work));
     }
+    return ahead;
+}
 
-    Pages pages_of(const Context& context, const Block& block, Heads some) const {
-        return Pages(context.step.groups[group], block.sequence, lines.of(some.first));
+Strips Attend::gather(int start, const Places& places, bool few, bool fresh, const Own& own, Ahead& ahead) const {
+    *own.keys_read += places.last - places.first;
+    const uint8_t* const* keys = rule.rotation.table ? own.rows : places.keys;
+    if (rule.rotation.table) turn_keys(rule, places, start, own.turned, own.rows);
+    gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
+    if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
+    if (rule.more.dim) gather_scales(rule.more, places, places.more_scales, rule.scale, own.more_factors);
+    if (few) return {&places, keys, own.keys, own.more, fresh};
+    gather_keys(rule.keys, keys, places.first, places.last, ahead, own.keys);
+    if (rule.more.dim) gather_keys(rule.more, places.more, places.first, places.last, ahead, own.more);
+    gather_values(rule.values, places.values, places.first, places.last, ahead, own.values);
+    return {};
+}
+
+bool Attend::all_in_strips(const Places& places, const Block& block, Heads some) const {
+    const bool one_head = some.first / parts == (some.first + some.count - 1) / parts;
+    return one_head && !block.mask && places.t1 - places.t0 == block.count &&
+           some.count * block.count * per <= STRIP_ROWS;
+}
+
+void Attend::attend_strips(const Block& block, Heads some, int start, const Strips& strips, const Own& own, const State& state,
+                   Ahead& ahead) const {
+    Chunk chunk{nullptr, nullptr, nullptr, own.factors, own.more_factors, own.value_scales};
+    Reach reaches[STRIP_ROWS];
+    int count = 0;
+    for (int i = 0; i < some.count; i++)
+        for (int r = 0; r < block.count * per; r++) reaches[count++] = reach(block, r, some.first + i, start);
+    attend_rows(rule, count, own.queries, query_bytes, reaches, strips, chunk, state, 0, own.scratch, ahead);
+}
+
+void Attend::attend_tokens(const Block& block, const Part& part, int t0, int t1, const Strips& strips, const Own& own,
+                   Ahead& ahead) const {
+    Chunk chunk{own.keys, own.values, own.more, own.factors, own.more_factors, own.value_scales};
+    for (int row = t0 * per, end = t1 * per; row < end; row += ROW_GROUP) {
+        int count = std::min(ROW_GROUP, end - row);
+        const uint8_t* q = part.queries + row * query_bytes;
+        Reach reaches[ROW_GROUP];
+        for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, part.head, part.start);
+        attend_rows(rule, count, q, query_bytes, reaches, strips, chunk, part.state, row, own.scratch, ahead);
     }
+}
 
-    // The first of a block's queries: of all tokens, or of those that are wanted.
-    const float* query_row(const Block& block) const {
-        return queries.data + (queries.rows == PST_ROWS_TOKENS ? block.first : block.row) * queries.stride;
+void Attend::attend_tree(const Pages& pages, const Block& block, const Part& part, Places& places, const Own& own,
+                 Ahead& ahead) const {
+    int end = part.start + CHUNK, shared = places.first;
+    for (int t = 0, t1; t < block.count; t = t1) {
+        t1 = t + 1;
+        if (!block.sees(rule, t, part.start, end)) continue;
+        if (end > block.base) {
+            find_path(rule, pages, block, t, in_page(part.head), part.start, shared, places);
+            gather(part.start, places, false, false, own, ahead);
+        } else {
+            while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
+        }
+        attend_tokens(block, part, t, t1, {}, own, ahead);
     }
+}
 
-    void take_queries(const Block& block, Heads some, const Own& own) const {
-        uint8_t* to = own.queries;
-        const float* queries_of_block = query_row(block);
-        for (int g = some.first; g < some.first + some.count; g++)
-            for (int r = 0; r < block.count * per; r++, to += query_bytes) {
-                const float* token = queries_of_block + r / per * queries.stride;
-                if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
-                    for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
-                const float* query = token + (int64_t(g) * per + r % per) * dim;
-                gather_query(rule.keys, query, to);
-                if (rule.more.dim) gather_query(rule.more, query + rule.keys.dim, to + rule.keys.query_bytes());
+void Attend::fold(const Block& block, Heads some, int span, const State& whole, const State& part) const {
+    int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
+    for (int first = 0; first < some.count * rows; first += rows)
+        for (int r = t0 * per; r < t1 * per; r++)
+            if (block.sees(rule, r / per, span * rule.span, (span + 1) * rule.span))
+                whole.fold(part, first + r, rule.first_key(block.at(r / per)) / rule.span == span);
+}
+
+void Attend::put_out(const Block& block, Heads some, const State& whole) const {
+    int row = 0;
+    for (int g = some.first; g < some.first + some.count; g++)
+        for (int r = 0; r < block.count * per; r++, row++) {
+            int h = g * per + r % per;
+            finish(rule, whole, row, sinks ? sinks + h : nullptr,
+                   out.data + (block.row + r / per) * out.stride + int64_t(h) * rule.values.dim);
+        }
+}
+
+void Attend::attend_alone(const Pages& pages, const Block& block, Heads some, const Own& own) const {
+    State part = state_at(own.part), whole = state_at(own.whole);
+    take_queries(block, some, own);
+    int first = block.first_span(), last = first + block.spans();
+    for (int span = first; span < last; span++) {
+        attend_span(pages, block, some, span, span == first, span + 1 < last, own, part);
+        if (last - first > 1) fold(block, some, span, whole, part);
+    }
+    put_out(block, some, last - first > 1 ? whole : part);
+}
+
+void Attend::attend_slots(const Context& context, const Block& block, Heads some, const Own& own) const {
+    const pst_step& step = context.step;
+    const float* from = slots_of.data + block.first * slots_of.stride;
+    auto* slots = reinterpret_cast<int32_t*>(own.choice);
+    // A node of a tree has a slot of its own behind what was there; others have the number of tokens before them.
+    const int kept = dropped(step.groups[group], block.sequence, lines.layer);
+    const int last = slot_of(step, block.sequence, block.first) - kept;
+    for (int i = 0; i < most; i++) slots[i] = from[i] >= 0 && from[i] <= float(last) ? int32_t(from[i]) : last;
+    Pages pages = pages_of(context, block, some);
+    pages.slots = slots;
+    Block whole = block;
+    whole.mask = nullptr;
+    attend_alone(pages, whole.behind(rule, block.positions[0] + 1 - most), some, own);
+}
+
+void Attend::attend_rehearsed(const Context& context, const Block& block, Heads some, const Own& own) const {
+    auto* slots = reinterpret_cast<int32_t*>(own.choice);
+    const int words = slots_of.width / kv_heads;
+    auto* bits = reinterpret_cast<const uint32_t*>(slots_of.data + block.first * slots_of.stride);
+    Pages pages = pages_of(context, block, some);
+    pages.slots = slots;
+    for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
+        int count = 0;
+        for (int i = 0; i <= (block.end - 1) / 32; i++)
+            for (uint32_t left = bits[one.first * words + i]; left; left &= left - 1)
+                if (int slot = 32 * i + __builtin_ctz(left); slot < block.end) slots[count++] = slot;
+        if (!count) slots[count++] = block.end - 1;  // nobody rehearsed: its own key, which it surely sees
+        attend_alone(pages, block.behind(rule, block.end - count), one, own);
+    }
+}
+
+void Attend::attend_chosen(const Context& context, const Block& block, Heads some, const Own& own) const {
+    Block whole = kept(context, block, some);
+    Pages pages = pages_of(context, block, some);
+    int size = pages.block_size, left = (whole.end - 1) / size + 1 - choice.count(whole.end, size);
+    if (!left) return attend_alone(pages, whole, some, own);
+    for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
+        const float* query = query_row(block) + int64_t(one.first) * per * dim;
+        const int32_t* chosen = choice.choose(pages, whole.end, lines.in_page(one.first), query, own.choice);
+        attend_alone(Pages(chosen, size), block.behind(rule, whole.shift + left * size), one, own);
+    }
+}
+
+void Attend::attend_split(Team& team, const Context& context, const Plan& plan, const Own& own) const {
+    int64_t parts_of_block = kv_heads / plan.together, pairs = plan.splits * parts_of_block;
+    int64_t wave = std::min<int64_t>(slots / pairs, plan.spans);
+    uint8_t* parts = context.shared_scratch + pairs_max * state_bytes;
+    auto heads_of = [&](int64_t pair) { return Heads{int(pair % parts_of_block) * plan.together, plan.together}; };
+    auto block_of = [&](int64_t pair) {
+        return kept(context, own.blocks[own.splits[pair / parts_of_block]], heads_of(pair));
+    };
+    for (int64_t span = 0; span < plan.spans; span += wave) {
+        int64_t before = -1;
+        for (int64_t i, end; team.next(1, pairs * wave, i, end);)
+            for (; i < end; i++) {
+                Block block = block_of(i % pairs);
+                int64_t nth = span + i / pairs;
+                if (nth >= block.spans()) continue;
+                Heads some = heads_of(i % pairs);
+                take_queries(block, some, own);
+                // Its share is in order: where there is one task a span, the next one is the next span's.
+                attend_span(pages_of(context, block, some), block, some, int(block.first_span() + nth),
+                            pairs > 1 || i != before + 1, pairs == 1 && i + 1 < wave, own,
+                            state_at(parts + i * state_bytes));
+                before = i;
             }
-    }
-
-    Reach reach(const Block& block, int row, int head, int start) const {
-        int position = block.at(row / per);
-        Reach out;
-        out.first = std::max(rule.first_key(position) - start, 0);
-        out.last = std::min(position + 1 - start, CHUNK);
-        out.slope = slopes ? slopes[head * per + row % per] : 0.0f;
-        out.distance = float(position - start);
-        return out;
-    }
-
-    // The states of the block's rows after the keys of one span alone. `fresh`: nobody has fetched its first ones.
-    // `on`: the next span is the next that this thread attends.
-    void attend_span(const Pages& pages, const Block& block, Heads some, int span, bool fresh, bool on, const Own& own,
-                     const State& state) const {
-        int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
-        for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
-        int end = std::min(block.end, (span + 1) * rule.span);
-        int begin = std::max(block.reach / CHUNK * CHUNK, span * rule.span);
-        Places head_places, both[2], *now = &both[0], *next = &both[1];
-        find(rule, pages, block, in_page(some.first), begin, *now);
-        for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
-            Ahead ahead = ahead_of(*next, block, some);
-            if (start + CHUNK < (on ? block.end : end)) {
-                find(rule, pages, block, in_page(some.first), start + CHUNK, *next);
-                ahead.begin(next->first, next->last);
+        team.barrier();
+        for (int64_t pair, end; team.next(1, pairs, pair, end);)
+            for (; pair < end; pair++) {
+                Block block = block_of(pair);
+                State whole = state_at(context.shared_scratch + pair * state_bytes);
+                for (int64_t nth = span; nth < std::min<int64_t>(span + wave, block.spans()); nth++)
+                    fold(block, heads_of(pair), int(block.first_span() + nth), whole,
+                         state_at(parts + ((nth - span) * pairs + pair) * state_bytes));
+                if (block.spans() > span && block.spans() <= span + wave)
+                    put_out(block, heads_of(pair), whole);
             }
-            if (rule.more.dim && all_in_strips(*now, block, some)) {
-                Strips strips = gather(start, *now, true, start == begin && fresh, own, ahead);
-                attend_strips(block, some, start, strips, own, state, ahead);
+        team.barrier();
+    }
+}
+
+void Attend::run(Team& team, const Context& context) const {
+    Own own = own_memory(context);
+    Plan made = plan(context.step, context.prefixes[group], team.size, own);
+    if (made.splits) attend_split(team, context, made, own);
+    int parts = kv_heads / made.together;
+    const int64_t bundles = int64_t(made.bundles) * kv_heads, tasks = bundles + int64_t(made.blocks) * parts;
+    for (int64_t task, end; team.next(1, tasks, task, end);)
+        for (; task < end; task++) {
+            if (task < bundles) {
+                const int64_t at = task / kv_heads;
+                const int32_t from = at ? own.ends[at - 1] : 0;
+                attend_bundle(context, own.members + from, own.ends[at] - from, int(task % kv_heads), own);
                 continue;
             }
-            Strips strips;
-            for (int i = 0; i < some.count; i++) {
-                // Parts of a kv head find what the one before them has made ready; a tree's paths are made ready anew.
-                const bool anew = (some.first + i) % parts == 0;
-                if (i && anew) find(rule, pages, block, in_page(some.first + i), start, head_places);
-                Places& places = i && (anew || some.first / parts != (some.first + i) / parts) ? head_places : *now;
-                Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
-                bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP && !rule.more.dim;
-                if (!i || anew) strips = gather(start, places, few, start == begin && fresh, own, ahead);
-                if (block.mask) attend_tree(pages, block, part, places, own, ahead);
-                else attend_tokens(block, part, places.t0, places.t1, strips, own, ahead);
-            }
+            const int64_t i = task - bundles;
+            // Later blocks of a sequence see more: they go first, so that what is left last is short.
+            const Block& block = own.blocks[made.blocks - 1 - i / parts];
+            Heads some{int(i % parts) * made.together, made.together};
+            if (block.picks && most) attend_slots(context, block, some, own);
+            else if (block.picks && rehearsed) attend_rehearsed(context, block, some, own);
+            else if (block.picks) attend_chosen(context, block, some, own);
+            else if (!block.split && !block.bundled)
+                attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
         }
-    }
-
-    // Rows that some heads read of the next chunk. Values of a second plane's keys are those of the first.
-    Ahead ahead_of(const Places& next, const Block& block, Heads some) const {
-        auto list = [&](const Side& side, const uint8_t* const* rows, const float* const* scales) {
-            return Ahead::List{rows, side.scaled ? scales : nullptr, divided(some.count, parts) * side.row_bytes()};
-        };
-        Ahead ahead{{list(rule.stored, next.keys, next.key_scales),
-                     rule.more.dim ? list(rule.more, next.more, next.more_scales)
-                                   : list(rule.values, next.values, next.value_scales)},
-                    some.count};
-        if (rule.more.dim) {
-            const int rows = some.count * block.count * per, lines = (ahead.lists[0].bytes + ahead.lists[1].bytes) / 64 + 2;
-            const int work = rows * ((rule.keys.steps() + rule.more.steps()) / Ahead::STEPS + rule.values.padded / 64);
-            ahead.lines = divided(lines * CHUNK, std::max(1, work));
-        }
-        return ahead;
-    }
-
-    // Of a chunk for few rows only what strips need: those run from own.keys into own.values.
-    Strips gather(int start, const Places& places, bool few, bool fresh, const Own& own, Ahead& ahead) const {
-        const uint8_t* const* keys = rule.rotation.table ? own.rows : places.keys;
-        if (rule.rotation.table) turn_keys(rule, places, start, own.turned, own.rows);
-        gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
-        if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
-        if (rule.more.dim) gather_scales(rule.more, places, places.more_scales, rule.scale, own.more_factors);
-        if (few) return {&places, keys, own.keys, own.more, fresh};
-        gather_keys(rule.keys, keys, places.first, places.last, ahead, own.keys);
-        if (rule.more.dim) gather_keys(rule.more, places.more, places.first, places.last, ahead, own.more);
-        gather_values(rule.values, places.values, places.first, places.last, ahead, own.values);
-        return {};
-    }
-
-    // Whether all rows of a task are so few that none of its chunks is made ready as a whole, and see of this one something.
-    bool all_in_strips(const Places& places, const Block& block, Heads some) const {
-        const bool one_head = some.first / parts == (some.first + some.count - 1) / parts;
-        return one_head && !block.mask && places.t1 - places.t0 == block.count &&
-               some.count * block.count * per <= STRIP_ROWS;
-    }
-
-    void attend_strips(const Block& block, Heads some, int start, const Strips& strips, const Own& own, const State& state,
-                       Ahead& ahead) const {
-        Chunk chunk{nullptr, nullptr, nullptr, own.factors, own.more_factors, own.value_scales};
-        Reach reaches[STRIP_ROWS];
-        int count = 0;
-        for (int i = 0; i < some.count; i++)
-            for (int r = 0; r < block.count * per; r++) reaches[count++] = reach(block, r, some.first + i, start);
-        attend_rows(rule, count, own.queries, query_bytes, reaches, strips, chunk, state, 0, own.scratch, ahead);
-    }
-
-    // A kv head and the chunk at `start`, with the block's queries of this head and their states.
-    struct Part {
-        int head, start;
-        const uint8_t* queries;
-        State state;
-    };
-
-    // Tokens t0 ... t1-1, all of which see something of the chunk.
-    void attend_tokens(const Block& block, const Part& part, int t0, int t1, const Strips& strips, const Own& own,
-                       Ahead& ahead) const {
-        Chunk chunk{own.keys, own.values, own.more, own.factors, own.more_factors, own.value_scales};
-        for (int row = t0 * per, end = t1 * per; row < end; row += ROW_GROUP) {
-            int count = std::min(ROW_GROUP, end - row);
-            const uint8_t* q = part.queries + row * query_bytes;
-            Reach reaches[ROW_GROUP];
-            for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, part.head, part.start);
-            attend_rows(rule, count, q, query_bytes, reaches, strips, chunk, part.state, row, own.scratch, ahead);
-        }
-    }
-
-    void attend_tree(const Pages& pages, const Block& block, const Part& part, Places& places, const Own& own,
-                     Ahead& ahead) const {
-        int end = part.start + CHUNK, shared = places.first;
-        for (int t = 0, t1; t < block.count; t = t1) {
-            t1 = t + 1;
-            if (!block.sees(rule, t, part.start, end)) continue;
-            if (end > block.base) {
-                find_path(rule, pages, block, t, in_page(part.head), part.start, shared, places);
-                gather(part.start, places, false, false, own, ahead);
-            } else {
-                while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
-            }
-            attend_tokens(block, part, t, t1, {}, own, ahead);
-        }
-    }
-
-    void fold(const Block& block, Heads some, int span, const State& whole, const State& part) const {
-        int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
-        for (int first = 0; first < some.count * rows; first += rows)
-            for (int r = t0 * per; r < t1 * per; r++)
-                if (block.sees(rule, r / per, span * rule.span, (span + 1) * rule.span))
-                    whole.fold(part, first + r, rule.first_key(block.at(r / per)) / rule.span == span);
-    }
-
-    void put_out(const Block& block, Heads some, const State& whole) const {
-        int row = 0;
-        for (int g = some.first; g < some.first + some.count; g++)
-            for (int r = 0; r < block.count * per; r++, row++) {
-                int h = g * per + r % per;
-                finish(rule, whole, row, sinks ? sinks + h : nullptr,
-                       out.data + (block.row + r / per) * out.stride + int64_t(h) * rule.values.dim);
-            }
-    }
-
-    State state_at(uint8_t* memory) const { return State(memory, block_rows, rule.values.padded); }
-
-    void attend_alone(const Pages& pages, const Block& block, Heads some, const Own& own) const {
-        State part = state_at(own.part), whole = state_at(own.whole);
-        take_queries(block, some, own);
-        int first = block.first_span(), last = first + block.spans();
-        for (int span = first; span < last; span++) {
-            attend_span(pages, block, some, span, span == first, span + 1 < last, own, part);
-            if (last - first > 1) fold(block, some, span, whole, part);
-        }
-        put_out(block, some, last - first > 1 ? whole : part);
-    }
-
-    // One token, which reads those in the slots that were found for it: as if its sequence had no others.
-    void attend_slots(const Context& context, const Block& block, Heads some, const Own& own) const {
-        const pst_step& step = context.step;
-        const float* from = slots_of.data + block.first * slots_of.stride;
-        auto* slots = reinterpret_cast<int32_t*>(own.choice);
-        // A node of a tree has a slot of its own behind what was there; others have the number of tokens before them.
-        const int kept = dropped(step.groups[group], block.sequence, lines.layer);
-        const int last = slot_of(step, block.sequence, block.first) - kept;
-        for (int i = 0; i < most; i++) slots[i] = from[i] >= 0 && from[i] <= float(last) ? int32_t(from[i]) : last;
-        Pages pages = pages_of(context, block, some);
-        pages.slots = slots;
-        Block whole = block;
-        whole.mask = nullptr;
-        attend_alone(pages, whole.behind(rule, block.positions[0] + 1 - most), some, own);
-    }
-
-    // One token, which reads of each kv head the tokens that were chosen: as if its sequence had no others.
-    void attend_rehearsed(const Context& context, const Block& block, Heads some, const Own& own) const {
-        auto* slots = reinterpret_cast<int32_t*>(own.choice);
-        const int words = slots_of.width / kv_heads;
-        auto* bits = reinterpret_cast<const uint32_t*>(slots_of.data + block.first * slots_of.stride);
-        Pages pages = pages_of(context, block, some);
-        pages.slots = slots;
-        for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
-            int count = 0;
-            for (int i = 0; i <= (block.end - 1) / 32; i++)
-                for (uint32_t left = bits[one.first * words + i]; left; left &= left - 1)
-                    if (int slot = 32 * i + __builtin_ctz(left); slot < block.end) slots[count++] = slot;
-            if (!count) slots[count++] = block.end - 1;  // nobody rehearsed: its own key, which it surely sees
-            attend_alone(pages, block.behind(rule, block.end - count), one, own);
-        }
-    }
-
-    // One token, which reads of each kv head the pages that it chooses: as if its sequence had no others.
-    void attend_chosen(const Context& context, const Block& block, Heads some, const Own& own) const {
-        Block whole = kept(context, block, some);
-        Pages pages = pages_of(context, block, some);
-        int size = pages.block_size, left = (whole.end - 1) / size + 1 - choice.count(whole.end, size);
-        if (!left) return attend_alone(pages, whole, some, own);
-        for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
-            const float* query = query_row(block) + int64_t(one.first) * per * dim;
-            const int32_t* chosen = choice.choose(pages, whole.end, lines.in_page(one.first), query, own.choice);
-            attend_alone(Pages(chosen, size), block.behind(rule, whole.shift + left * size), one, own);
-        }
-    }
-
-    // ---- long tasks, by all threads ----
-
-    // Shared scratch is the states of the split tasks, then those of a wave's spans.
-    void attend_split(Team& team, const Context& context, const Plan& plan, const Own& own) const {
-        int64_t parts_of_block = kv_heads / plan.together, pairs = plan.splits * parts_of_block;
-        int64_t wave = std::min<int64_t>(slots / pairs, plan.spans);
-        uint8_t* parts = context.shared_scratch + pairs_max * state_bytes;
-        auto heads_of = [&](int64_t pair) { return Heads{int(pair % parts_of_block) * plan.together, plan.together}; };
-        auto block_of = [&](int64_t pair) {
-            return kept(context, own.blocks[own.splits[pair / parts_of_block]], heads_of(pair));
-        };
-        for (int64_t span = 0; span < plan.spans; span += wave) {
-            int64_t before = -1;
-            for (int64_t i, end; team.next(1, pairs * wave, i, end);)
-                for (; i < end; i++) {
-                    Block block = block_of(i % pairs);
-                    int64_t nth = span + i / pairs;
-                    if (nth >= block.spans()) continue;
-                    Heads some = heads_of(i % pairs);
-                    take_queries(block, some, own);
-                    // Its share is in order: where there is one task a span, the next one is the next span's.
-                    attend_span(pages_of(context, block, some), block, some, int(block.first_span() + nth),
-                                pairs > 1 || i != before + 1, pairs == 1 && i + 1 < wave, own,
-                                state_at(parts + i * state_bytes));
-                    before = i;
-                }
-            team.barrier();
-            for (int64_t pair, end; team.next(1, pairs, pair, end);)
-                for (; pair < end; pair++) {
-                    Block block = block_of(pair);
-                    State whole = state_at(context.shared_scratch + pair * state_bytes);
-                    for (int64_t nth = span; nth < std::min<int64_t>(span + wave, block.spans()); nth++)
-                        fold(block, heads_of(pair), int(block.first_span() + nth), whole,
-                             state_at(parts + ((nth - span) * pairs + pair) * state_bytes));
-                    if (block.spans() > span && block.spans() <= span + wave)
-                        put_out(block, heads_of(pair), whole);
-                }
-            team.barrier();
-        }
-    }
-
-    void run(Team& team, const Context& context) const override {
-        Own own = own_memory(context.own_scratch);
-        Plan made = plan(context.step, team.size, own);
-        if (made.splits) attend_split(team, context, made, own);
-        int parts = kv_heads / made.together;
-        int64_t tasks = int64_t(made.blocks) * parts;
-        for (int64_t i, end; team.next(1, tasks, i, end);)
-            for (; i < end; i++) {
-                // Later blocks of a sequence see more: they go first, so that what is left last is short.
-                const Block& block = own.blocks[made.blocks - 1 - i / parts];
-                Heads some{int(i % parts) * made.together, made.together};
-                if (block.picks && most) attend_slots(context, block, some, own);
-                else if (block.picks && rehearsed) attend_rehearsed(context, block, some, own);
-                else if (block.picks) attend_chosen(context, block, some, own);
-                else if (!block.split)
-                    attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
-            }
-    }
-};
-
-}  // namespace
+}
 
 OpPtr make_attention(const pst_op& op, const Maker& maker) {
     auto made = std::make_unique<Attend>();
@@ -563,6 +356,10 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     }
     made->slopes = static_cast<const float*>(op.p[0]);
     made->sinks = static_cast<const float*>(op.p[1]);
+    // Keys of two planes are shared by so many heads that others beside them save nothing.
+    if (made->lines.count == 1 && !made->rule.window && !made->rule.chunk && !made->choice.wanted && !made->rehearsed &&
+        !made->most && !behind)
+        made->shares_group = made->group;
     made->lay_out(maker);
     return made;
 }

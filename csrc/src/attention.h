@@ -205,6 +205,8 @@ struct Block {
     int32_t span;           // keys of a span
     bool split;
     bool picks;  // what pages its one token reads
+    bool bundled = false;  // it goes with others that begin with the same keys
+    int32_t common = 0;    // of those: tokens that it has in common with the one before it
     const int32_t* positions;  // [count]
     const uint64_t* mask;      // [count], or null: no token of this block is a node of a tree
     int32_t shift = 0;         // how far slots, which all else here is by, are behind positions

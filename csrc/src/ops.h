@@ -39,12 +39,21 @@ struct Maker {
     }
 };
 
+// The sequences of a step whose first pages are the same ones: see prefixes.cpp.
+struct Prefixes {
+    int count = 0;                    // of `order`
+    const int32_t* order = nullptr;   // sequences, those with the same pages beside each other
+    const int32_t* common = nullptr;  // how many tokens each has in common with the one before it, all of them cached
+};
+
 // What an operation may look at while it runs. Scratch is 64-byte aligned, as large as it asked for, and holds nothing
 // when it begins.
 struct Context {
     const pst_step& step;
     uint8_t* shared_scratch;  // one for all threads
     uint8_t* own_scratch;     // this thread's
+    const Prefixes* prefixes;  // [groups]
+    int64_t* keys_read;       // this thread's count, see pst_program_keys_read
 
     // Where the token of a row stands.
     int64_t position(const pst_register& r, int64_t row) const {
@@ -63,6 +72,7 @@ struct Op {
     int64_t shared_bytes = 0;
     int64_t own_bytes = 0;
     bool keeps_state = false;  // which follows one path: it runs no trees
+    int shares_group = -1;     // the group whose Prefixes it looks at
 };
 
 using OpPtr = std::unique_ptr<Op>;

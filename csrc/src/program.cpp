@@ -8,6 +8,7 @@
 
 #include "cache.h"
 #include "ops.h"
+#include "prefixes.h"
 #include "rounding.h"
 
 namespace pst {
@@ -64,6 +65,10 @@ struct pst_program {
     uint8_t* scratch = nullptr;
     size_t scratch_size = 0;
     bool keeps_states = false;
+    std::vector<std::unique_ptr<pst::PrefixOrder>> orders;  // [groups], null where nobody asks
+    std::vector<pst::Prefixes> prefixes;                    // of the step that runs
+    bool shares = true;
+    std::vector<int64_t> keys_read;  // by thread, each in a cache line of its own
     bool profiling = false;
     std::vector<int64_t> nanoseconds;
 
@@ -86,7 +91,8 @@ void run_job(pst::Team& team, void* argument) {
     Job& job = *static_cast<Job*>(argument);
     pst_program& program = *job.program;
     pst::Context context{
-        *job.step, program.scratch, program.scratch + program.shared_bytes + team.id * program.own_bytes};
+        *job.step, program.scratch, program.scratch + program.shared_bytes + team.id * program.own_bytes,
+        program.prefixes.data(), &program.keys_read[size_t(team.id) * 8]};
     bool timed = program.profiling && team.id == 0;
     int64_t since = timed ? pst::now_ns() : 0;
     for (int32_t i = job.first; i < job.last; i++) {
@@ -115,6 +121,9 @@ pst_program* pst_program_new(const pst_op* ops, int32_t num_ops, const pst_regis
         program->registers.assign(registers, registers + num_registers);
         for (int32_t g = 0; g < num_groups; g++)
             program->planes.emplace_back(planes + planes_of[g], planes + planes_of[g + 1]);
+        program->orders.resize(size_t(num_groups));
+        program->prefixes.resize(size_t(num_groups));
+        program->keys_read.resize(size_t(threads) * 8);
         program->max_tokens = max_tokens;
         program->max_rows = max_rows;
         program->threads = threads;
@@ -122,6 +131,8 @@ pst_program* pst_program_new(const pst_op* ops, int32_t num_ops, const pst_regis
         for (at = 0; at < num_ops; at++) {
             program->ops.push_back(pst::make(ops[at], maker));
             program->keeps_states = program->keeps_states || program->ops.back()->keeps_state;
+            if (int group = program->ops.back()->shares_group; group >= 0 && !program->orders[size_t(group)])
+                program->orders[size_t(group)] = std::make_unique<pst::PrefixOrder>(max_tokens);
             program->shared_bytes = std::max(program->shared_bytes, pst::aligned(program->ops.back()->shared_bytes));
             program->own_bytes = std::max(program->own_bytes, pst::aligned(program->ops.back()->own_bytes));
         }
@@ -154,9 +165,20 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
     for (int32_t g = 0; g < step->num_groups; g++)
         if (!pst::dropped_fits(*step, step->groups[g])) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
+    for (size_t g = 0; g < program->orders.size(); g++)
+        program->prefixes[g] = program->orders[g] && program->shares ? program->orders[g]->of(*step, step->groups[g])
+                                                                     : pst::Prefixes{};
     Job job{program, step, first, last, pool->progress};
     pool->run(run_job, &job);
     return 0;
+}
+
+void pst_program_share(pst_program* program, int32_t shares) { program->shares = shares != 0; }
+
+int64_t pst_program_keys_read(const pst_program* program) {
+    int64_t total = 0;
+    for (int64_t of_thread : program->keys_read) total += of_thread;
+    return total;
 }
 
 void pst_program_profile(pst_program* program, int64_t* nanoseconds) {

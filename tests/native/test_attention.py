@@ -125,15 +125,20 @@ def paged(
 ) -> tuple[Planes, GroupPlan]:
     """Storage with the texts' keys and values up to each one's `stop`, NaN wherever no token of the step looks.
 
-    Pages are dealt at random; blocks that no token of a sequence's step reaches have a number that no page has.
+    Pages are dealt at random; blocks that no token of a sequence's step reaches have a number that no page has. Whole
+    blocks of equal beginnings that were there before the step are the same pages, as in the prefix cache.
     """
     counts = [-(-t.stop // block) for t in texts]
     num_pages = LAYERS * (sum(counts) + 2)
     planes = empty_planes((num_pages, block, rule.kv_heads), rule.dims, dtype)
     free = rng.permutation(num_pages // LAYERS).tolist()
-    tables = []
+    tables, cached = [], dict[tuple[int, bytes], int]()
     for t, count in zip(texts, counts, strict=True):
         slabs = np.array([free.pop() for _ in range(count)], np.int32)
+        for i in range(0 if ragged else t.start // block):
+            here = slice(i * block, (i + 1) * block)
+            content = int(slabs[i - 1]) if i else -1, t.k[here].tobytes() + t.v[here].tobytes()
+            slabs[i] = cached.setdefault(content, int(slabs[i]))
         pages = slabs * LAYERS + (rng.integers(0, LAYERS, count) if ragged else LAYER)
         first = rule.first_key(t.start)
         for i, page in enumerate(pages):

@@ -33,12 +33,14 @@ ERRORS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2, "int8": 2e-2}
 class Call:
     """Sequences of `lengths` tokens, of which a step runs the last `tokens` of each, over one layer of two.
 
-    `order` of pages: one block per sequence (contiguous), blocks in order, or anywhere. The numbers are the same.
+    `order` of pages: one block per sequence (contiguous), blocks in order, or anywhere. The numbers are the same. The
+    first `common[b]` tokens of sequence b, whole blocks, are those of the one before it: in the same pages, or (not
+    `once`) in copies.
     """
 
     def __init__(
         self, pool: Pool, shape: Shape, lengths: Sequence[int], tokens: int, *, dtype: str = "float32",
-        order: str = "random", block: int = 32,
+        order: str = "random", block: int = 32, common: Sequence[int] = (), once: bool = True,
     ) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.dim = shape
         self.lengths, self.tokens, self.dtype = list(lengths), tokens, dtype
@@ -49,6 +51,9 @@ class Call:
             np.random.default_rng(2).shuffle(ids)
         ends = np.cumsum(counts)
         tables = tuple(ids[e - c : e][None] for e, c in zip(ends, counts, strict=True))
+        self.common = list(common) or [0] * len(lengths)
+        for b, shared in enumerate(self.common if once else ()):
+            tables[b][0, : shared // block] = tables[b - 1][0, : shared // block]
         self._fill(tables, block, dtype)
         total = tokens * len(lengths)
         positions = np.concatenate([np.arange(n - tokens, n) for n in lengths]).astype(np.int32)
@@ -62,8 +67,8 @@ class Call:
         names = list(self.planes)
         n = (0, 1, self.heads, self.kv_heads, self.dim, self.dim, names.index("k"), names.index("v"))
         op = NativeOp(Kind.ATTEND, (source,), self._out, n, (self.dim**-0.5, 0.0), (None, None))
-        self._program = NativeProgram(pool, [op], layout, [self.planes], max_tokens=total, max_rows=1)
-        self.q = self._program.values(source, total)
+        self.program = NativeProgram(pool, [op], layout, [self.planes], max_tokens=total, max_rows=1)
+        self.q = self.program.values(source, total)
         self.q[:] = np.random.default_rng(3).standard_normal(self.q.shape, dtype=np.float32)
         self._memory = StepMemory(1)
         self._args = self._memory.args(self.plan, none)
@@ -75,9 +80,13 @@ class Call:
         self.planes: Planes = {}
         for name in ("k", "v"):
             x = np.zeros((pages, block, self.kv_heads, self.dim), np.float32)
+            before = x[:0]
             for b, (table, length) in enumerate(zip(tables, self.lengths, strict=True)):
                 own = np.zeros((table.size * block, self.kv_heads, self.dim), np.float32)
                 own[:length] = np.random.default_rng([b, length, len(self.planes)]).standard_normal(own[:length].shape)
+                if shared := self.common[b]:
+                    own[:shared] = before[:shared]
+                before = own
                 x[table[0] * LAYERS + 1] = own.reshape(-1, *x.shape[1:])
             if dtype == "int8":
                 self.planes[name], self.planes[scales_name(name, "int8")] = quantise(x)
@@ -85,11 +94,11 @@ class Call:
                 self.planes[name] = narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])
 
     def __call__(self) -> None:
-        self._program.run(self._args)
+        self.program.run(self._args)
 
     def result(self) -> F32:
         """[T, H * D]"""
-        return self._program.values(self._out, len(self.q))
+        return self.program.values(self._out, len(self.q))
 
     @property
     def read_bytes(self) -> int:

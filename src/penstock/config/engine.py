@@ -294,6 +294,11 @@ class ExecutionConfig(Section):
         "Which implementation of attention. ref: the backend's own; ref-online: in one pass, by ops ref. Where torch "
         "computes: flex (FlexAttention of torch), flashinfer (where that package is installed).",
     )
+    cascade_attention: bool = setting(
+        True,
+        "Read the KV blocks with which several sequences of a step begin once for all of them. It changes no bit. "
+        "Native kernels only.",
+    )
     batch_invariant: bool = setting(
         False,
         "On a GPU: a row has the same bits in every batch, by products in one fixed order, which is slower. On the CPU "

@@ -55,6 +55,7 @@ ALIASES: dict[str, SameName] = {
     "cuda_graph_bs": SameName("cudagraph_capture_sizes"),
     "cuda_graph_sizes": SameName("cudagraph_capture_sizes"),
     "disable_radix_cache": SameName("enable_prefix_caching", opposite=True),
+    "disable_cascade_attn": SameName("cascade_attention", opposite=True),
     "random_seed": SameName("seed"),
     "served_model_names": SameName("served_model_name"),
     # llama.cpp: `-c` is what its slots share, which is what one conversation gets with its usual single slot.

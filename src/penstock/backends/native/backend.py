@@ -38,8 +38,9 @@ class NativeBackend:
 
     name, new_plane = "native", None
 
-    def __init__(self, pool: Pool, row_bits: int = 8) -> None:
-        """`row_bits`: see `schemes.packing`."""
+    def __init__(self, pool: Pool, row_bits: int = 8, *, cascade: bool = True) -> None:
+        """`row_bits`: see `schemes.packing`. `cascade`: see `NativeProgram.share_prefixes`."""
+        self.cascade = cascade
         self.pool = pool
         self.draws = partial(Kernel, pool)
         self.row_bits = row_bits
@@ -48,7 +49,8 @@ class NativeBackend:
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> NativeBackend:
         row_bits = 8 if config.model.activation_quantization == "int8" else 0
-        return cls(Pool(_library(), config.execution.threads or num_cores), row_bits)
+        pool = Pool(_library(), config.execution.threads or num_cores)
+        return cls(pool, row_bits, cascade=config.execution.cascade_attention)
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -87,7 +89,7 @@ class NativeBackend:
         return NativeForward(
             graph, groups, self.pool, parse_scheme(quantization) if like is None else like.scheme,
             max_tokens=max_tokens, matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
-            like=like,
+            like=like, cascade=self.cascade,
         )  # fmt: skip
 
     def matrices(self, forward: Forward) -> Mapping[str, Packed]:

@@ -41,11 +41,11 @@ class NativeForward:
     def __init__(
         self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
         matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES, row_bits: int = 8,
-        like: NativeForward | None = None,
+        like: NativeForward | None = None, cascade: bool = True,
     ) -> None:  # fmt: skip
         """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`. `row_bits`: of
         rows before products with stored codes, where no scheme rounds; see `packing`. `like`: a program whose matrices
-        are used, whole or in part."""
+        are used, whole or in part. `cascade`: see `NativeProgram.share_prefixes`."""
         self.scheme = scheme
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
         graph = graph.copy()
@@ -74,7 +74,7 @@ class NativeForward:
                     num_bytes = 0
         self.matrices: dict[str, Packed] = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
-        self._pool = pool
+        self._pool, self._cascade = pool, cascade
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
         self._native: NativeProgram | None = None
@@ -191,6 +191,7 @@ class NativeForward:
             made = NativeProgram(
                 self._pool, [*self._code.ops, argmax], self._code.layout, planes, max_tokens=rows, max_rows=rows
             )
+            made.share_prefixes(self._cascade)
             # Only now: what could not be made leaves what was there as it was.
             self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
             self._best, self._finite = best.data, finite

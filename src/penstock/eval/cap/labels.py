@@ -49,6 +49,7 @@ LABELS: dict[str, Label] = {
     "dtype": _NUMBERS,
     "ops": _NUMBERS,
     "attention_backend": _NUMBERS,
+    "cascade_attention": _SYSTEM,
     "speculative_config": _SYSTEM,
     "enable_prefix_caching": _SYSTEM,
     "prefix_cache": _SYSTEM,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 13
+ABI = 14
 PANEL = 64
 
 
@@ -322,6 +322,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_program_free": (None, [c.c_void_p]),
     "pst_program_run": (c.c_int32, [c.c_void_p, c.c_void_p, c.POINTER(StepArgs), c.c_int32, c.c_int32]),
     "pst_program_profile": (None, [c.c_void_p, c.c_void_p]),
+    "pst_program_share": (None, [c.c_void_p, c.c_int32]),
+    "pst_program_keys_read": (c.c_int64, [c.c_void_p]),
     "pst_sampler_new": (c.c_void_p, [c.c_int32, c.c_int32]),
     "pst_sampler_free": (None, [c.c_void_p]),
     "pst_sample": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),

@@ -194,6 +194,14 @@ class NativeProgram:
         failed = self._library.pst_program_run(self.handle, self._pool.handle, args, first, end)
         assert failed == 0, "the step fits the program"
 
+    def share_prefixes(self, shares: bool) -> None:
+        """Whether attention reads pages that sequences of a step have in common once for all of them, as at first."""
+        self._library.pst_program_share(self.handle, shares)
+
+    def keys_read(self) -> int:
+        """Keys of one kv head that softmax attention has looked up so far, as many values with them."""
+        return int(self._library.pst_program_keys_read(self.handle))
+
     def profile(self) -> npt.NDArray[np.int64]:
         """Nanoseconds of each operation in the runs since the first call of this: [num_ops]."""
         out = np.zeros(self.num_ops, np.int64)

@@ -1,0 +1,90 @@
+"""Sequences that begin with the same pages: their keys and values are read once, and no bit changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from benchmarks.micro.kernels.attention import Call
+
+from tests.native.running import each_isa, each_threads, pool
+from tests.native.test_attention import DTYPES, SPAN, Rule, Text, assert_right, attend, same, sinks_of, slopes_of, text
+
+TREES = [
+    [(600, "")],
+    [(512, ""), (300, "a")],  # two levels
+    [(256, ""), (256, "a"), (256, "aa"), (40, "aaa")],
+    [(255, "")],  # less than a chunk
+]
+
+
+def family(rng: np.random.Generator, rule: Rule, levels: list[tuple[int, str]], members: int, most: int) -> list[Text]:
+    """Texts of which each begins with some of the levels, one after the other, and goes on by itself."""
+    parts = [text(rng, rule, n) for n, _ in levels]
+    out = []
+    for _ in range(members):
+        begins = parts[: int(rng.integers(0, len(parts) + 1))]
+        own = text(rng, rule, int(rng.integers(1, most)))
+        q, k, v = (np.concatenate([getattr(p, of) for p in [*begins, own]]) for of in ("q", "k", "v"))
+        out.append(Text(q, k, v, len(k) - int(rng.integers(1, min(len(own.k), 5) + 1)), len(k)))
+    return out
+
+
+@each_isa
+@each_threads
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_C55_C56_C57_a_common_beginning_changes_no_bit(isa: str, threads: int, dtype: str) -> None:
+    """Hydragen, bifurcated attention, DeFT: trees of beginnings, tokens of several levels, some sequences apart."""
+    rng = np.random.default_rng([55, threads])
+    for trial, levels in enumerate(TREES):
+        per = (7, 1, 3, 2)[trial]
+        heads = 2 * per
+        rule = Rule(heads, 2, 24, 40, soft_cap=3.0 * (trial % 2), slopes=slopes_of(heads) if trial % 2 else None,
+                    sinks=sinks_of(heads) if trial > 1 else None)  # fmt: skip
+        texts = family(rng, rule, levels, 9, 300)
+        got = attend(isa, threads, texts, rule, dtype, (16, 32, 64, 1)[trial], seed=trial)
+        for t, of_text in zip(texts, got, strict=True):
+            same(of_text, attend(isa, 1, [t], rule, dtype, 16)[0])
+        assert_right(got[0], texts[0], rule, dtype, isa)
+
+
+@each_isa
+def test_a_common_beginning_of_more_than_a_span(isa: str) -> None:
+    """Some members end in the span in which others still share, some one span later."""
+    rule = Rule(4, 2, 8, 8)
+    rng = np.random.default_rng(57)
+    for t in (texts := family(rng, rule, [(SPAN - 256, ""), (1024, "a"), (SPAN, "aa")], 7, 600)):
+        assert t.stop > 0
+    for threads in (1, 2):
+        for t, got in zip(texts, attend(isa, threads, texts, rule, "bfloat16", 32), strict=True):
+            same(got, attend(isa, 1, [t], rule, "bfloat16", 256)[0])
+
+
+@each_isa
+@pytest.mark.parametrize("common", [[0, *[512] * 7], [0, 768, 768, 512, 1024, 256, 512, 300]], ids=["one", "tree"])
+def test_C55_C57_keys_of_a_common_beginning_are_looked_up_once(isa: str, common: list[int]) -> None:
+    """Counted: every node of a tree of beginnings once, in whole chunks of 256; with sharing off all of each text."""
+    one, shape = pool(isa, 1), (4, 2, 8)
+    lengths = [1100 + 20 * i for i in range(8)]
+    common = [n // 32 * 32 for n in common]
+    once, apart = (Call(one, shape, lengths, 1, common=common, once=once) for once in (True, False))
+    counts, results = [], []
+    for call, shares in ((once, True), (once, False), (apart, True)):
+        call.program.share_prefixes(shares)
+        before = call.program.keys_read()
+        call()
+        counts.append((call.program.keys_read() - before) // 2)
+        results.append(call.result().copy())
+    for result in results:
+        same(result, results[0])
+    assert counts == [sum(lengths) - sum(n // 256 * 256 for n in common), sum(lengths), sum(lengths)]
+
+
+@each_isa
+def test_more_rows_than_a_task_holds(isa: str) -> None:
+    rule = Rule(8, 1, 16, 16)
+    rng = np.random.default_rng(58)
+    texts = [replace(t, start=t.stop - 1) for t in family(rng, rule, [(512, "")], 40, 40)]
+    for t, got in zip(texts, attend(isa, 2, texts, rule, "float32", 32), strict=True):
+        same(got, attend(isa, 1, [t], rule, "float32", 16)[0])
