@@ -124,7 +124,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Clien
         ),
         httpx.Client(base_url=f"http://127.0.0.1:{own}", timeout=30) as client,
     ):
-        for turn in range(5):
+        for turn in range(8):
             requests(f"http://127.0.0.1:{port}/v1/completions", turn)
             time.sleep(1)
         yield client
