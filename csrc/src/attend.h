@@ -56,7 +56,7 @@ struct Attend final : Op {
         int bundles = 0;
     };
     Plan plan(const pst_step& step, const Prefixes& prefixes, int threads, const Own& own) const;
-    // Bundles of blocks that are all of their sequence in this step: as many neighbours in order as have a chunk in common and
+    // Bundles of blocks that are all of their sequence in this step, and mostly shared: as many as have a chunk in common and
     // rows enough, but so few that every thread has a task.
     int bundle(const Prefixes& prefixes, int blocks, int threads, const Own& own) const;
     // Where tokens are forgotten, the others move up: a window may lie across one span more, and a chunk begin earlier

@@ -115,18 +115,27 @@ int Attend::bundle(const Prefixes& prefixes, int blocks, int threads, const Own&
         const bool only = end - 1 == own.blocks || end[-2].sequence != sequence;
         return only && !end[-1].picks && !end[-1].mask ? end - 1 : nullptr;
     };
+    // What a sequence has for itself is read head by head then, and by one thread: that must be little beside what is shared.
+    auto pays = [&](int i, const Block& block) {
+        const int shared = std::max(prefixes.common[i], i + 1 < prefixes.count ? prefixes.common[i + 1] : 0) / CHUNK * CHUNK;
+        return 2 * (block.end - shared) <= shared;
+    };
     int64_t rows = 0;
     for (int i = 0; i < blocks; i++) rows += int64_t(own.blocks[i].count) * per;
     const int64_t most = std::min<int64_t>(block_rows, rows * kv_heads / threads);
     int made = 0, members = 0;
-    for (int i = 0, next; i < prefixes.count; i = next) {
+    for (int i = 0, next; i < prefixes.count; i = std::max(next, i + 1)) {
         int64_t taken = 0;
+        int common = 0;  // with the last member
         const int from = members;
         for (next = i; next < prefixes.count; next++) {
+            common = std::min(common, prefixes.common[next]);
+            if (members > from && common < CHUNK) break;
             Block* block = of(next);
-            const bool on = next == i || prefixes.common[next] >= CHUNK;
-            if (!block || !on || taken + int64_t(block->count) * per > most) break;
-            block->common = next == i ? 0 : prefixes.common[next];
+            if (!block || !pays(next, *block)) continue;
+            if (taken + int64_t(block->count) * per > most) break;
+            block->common = common;
+            common = block->end;
             taken += int64_t(block->count) * per;
             own.members[members++] = int32_t(block - own.blocks);
         }
@@ -136,7 +145,6 @@ int Attend::bundle(const Prefixes& prefixes, int blocks, int threads, const Own&
         } else {
             members = from;
         }
-        next = std::max(next, i + 1);
     }
     return made;
 }

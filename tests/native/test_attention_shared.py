@@ -62,12 +62,11 @@ def test_a_common_beginning_of_more_than_a_span(isa: str) -> None:
 
 
 @each_isa
-@pytest.mark.parametrize("common", [[0, *[512] * 7], [0, 768, 768, 512, 1024, 256, 512, 300]], ids=["one", "tree"])
+@pytest.mark.parametrize("common", [[0, *[1024] * 7], [0, 1024, 1024, 768, 1024, 768, 1024, 1024]], ids=["one", "tree"])
 def test_C55_C57_keys_of_a_common_beginning_are_looked_up_once(isa: str, common: list[int]) -> None:
     """Counted: every node of a tree of beginnings once, in whole chunks of 256; with sharing off all of each text."""
     one, shape = pool(isa, 1), (4, 2, 8)
     lengths = [1100 + 20 * i for i in range(8)]
-    common = [n // 32 * 32 for n in common]
     once, apart = (Call(one, shape, lengths, 1, common=common, once=once) for once in (True, False))
     counts, results = [], []
     for call, shares in ((once, True), (once, False), (apart, True)):
@@ -79,6 +78,23 @@ def test_C55_C57_keys_of_a_common_beginning_are_looked_up_once(isa: str, common:
     for result in results:
         same(result, results[0])
     assert counts == [sum(lengths) - sum(n // 256 * 256 for n in common), sum(lengths), sum(lengths)]
+
+
+@each_isa
+def test_who_has_much_of_its_own_stays_apart(isa: str) -> None:
+    """Between two that share its first chunk alone and two that share more with it, in any order of pages."""
+    rule = Rule(4, 2, 8, 16)
+    rng = np.random.default_rng(59)
+    head, one, two = text(rng, rule, 256), text(rng, rule, 768), text(rng, rule, 768)
+    texts = []
+    for parts in ((head, one, 40), (head, one, 30), (head, two, 2000), (head, two, 50), (head, two, 60)):
+        begin = [*parts[:2], text(rng, rule, parts[2])]
+        q, k, v = (np.concatenate([getattr(p, of) for p in begin]) for of in ("q", "k", "v"))
+        texts.append(Text(q, k, v, len(k) - 1, len(k)))
+    alone = [attend(isa, 1, [t], rule, "float32", 32)[0] for t in texts]
+    for seed in range(12):
+        for got, want in zip(attend(isa, 1, texts, rule, "float32", 32, seed=seed), alone, strict=True):
+            same(got, want)
 
 
 @each_isa

@@ -141,4 +141,6 @@ class FetchOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
     tier: int = DISK
 
 
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp | KeepOp | FetchOp | StreamOp
+OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp
+"""What tiers outside the engine are told (`runner.outside`)."""
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | StreamOp | OutsideOp

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.core.page_ops import TIER_NAMES, DropOp, FetchOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import TIER_NAMES, FetchOp, GetOp, OutsideOp, PutOp
 from penstock.runner.block_files import BlockFiles
 
 
@@ -17,7 +17,7 @@ class Outside:
         self._loads: dict[int, set[int]] = {}  # tiers from which something of a load is on its way
         self._failed: set[int] = set()
 
-    def order(self, op: PutOp | GetOp | DropOp | KeepOp | FetchOp) -> None:
+    def order(self, op: OutsideOp) -> None:
         """Take one of a step's orders, in their order."""
         tier = self.tiers[op.tier]
         if isinstance(op, PutOp):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import DropOp, FetchOp, GetOp, KeepOp, PutOp
+from penstock.core.page_ops import GetOp, OutsideOp
 from penstock.model.forward import Forward
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.runner.block_files import BlockFiles
@@ -66,7 +66,7 @@ class RestoredOutside(Outside):
         self._untold: dict[int, bool] = {}
         self._restore_s = 0.0
 
-    def order(self, op: PutOp | GetOp | DropOp | KeepOp | FetchOp) -> None:
+    def order(self, op: OutsideOp) -> None:
         if isinstance(op, GetOp):
             self._asked[op.block] = op
         super().order(op)

@@ -9,20 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import (
-    GIVEN_UP,
-    HOST,
-    AnyPageOp,
-    DropOp,
-    FetchOp,
-    GetOp,
-    KeepOp,
-    LoadOp,
-    PackOp,
-    PutOp,
-    StoreOp,
-    StreamOp,
-)
+from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
@@ -125,7 +112,7 @@ class Storage:
             if isinstance(op, StreamOp):
                 self.streams.append(op)
                 continue
-            if isinstance(op, PutOp | GetOp | DropOp | KeepOp | FetchOp):
+            if isinstance(op, OutsideOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
                 self.outside.order(op)
                 continue
