@@ -66,7 +66,7 @@ def exact_halves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(levels_module, "store_halves", store)
     monkeypatch.setattr(levels_module, "read_halves", read)
-    monkeypatch.setattr("penstock.ops.ref.attention.rows.read_halves", read)
+    monkeypatch.setattr("penstock.ops.ref.codecs.halves.read_halves", read)  # attention imports it when it is needed
     return counts
 
 

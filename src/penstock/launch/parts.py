@@ -29,7 +29,6 @@ from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.chunks import ChunkedStorage
-from penstock.runner.layer_streams import LayerStreams
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.outside import Outside
 from penstock.runner.remote_blocks import RemoteBlocks
@@ -111,6 +110,8 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
                 "between them; use ops native or ref, or another allocator",
                 field="kv_allocator",
             )
+        from penstock.runner.layer_streams import LayerStreams  # nobody else needs it at the start
+
         streams = LayerStreams(parts.forward, storage)
     selections = None
     if parts.select is not None and keeping is not None:

@@ -11,7 +11,6 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.selection import KVSelector
 from penstock.model.emitter import Reading
 from penstock.runner.rows import RowStore
-from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
@@ -19,6 +18,7 @@ from penstock.select.infinigen import token_reads, turns_of
 from penstock.select.quest import page_reads
 
 if TYPE_CHECKING:
+    from penstock.runner.selecting import RowSelections
     from penstock.text.tokenizer import Tokenizer
 
 
@@ -84,4 +84,6 @@ def make_selections(
     """`selector` chooses what these rows keep; None if it does not drop tokens."""
     if selector.drops != "tokens":
         return None
+    from penstock.runner.selecting import RowSelections  # nobody else needs it at the start
+
     return RowSelections(selector, spec, rows, storage, observe=keeping.config.options.observe)

@@ -32,18 +32,18 @@ from penstock.ops.plan import I32, StepPlan
 from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.kernel_sampler import KernelSampler
-from penstock.runner.layer_streams import LayerStreams
 from penstock.runner.pooling import Pooler
 from penstock.runner.promised import Promises
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
-from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.runner.undo import States, Undo
 from penstock.runner.verify import Verifier, Verifying
 
 if TYPE_CHECKING:
+    from penstock.runner.layer_streams import LayerStreams
     from penstock.runner.logits.grammar_cache import GrammarCache
+    from penstock.runner.selecting import RowSelections
 
 _LOG = logging.getLogger("penstock")
 NO_STATES = np.zeros((0, 0), np.float32)

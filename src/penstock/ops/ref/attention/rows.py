@@ -16,7 +16,6 @@ from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
 from penstock.ops.ref.attention.kept import contexts
 from penstock.ops.ref.attention.pages import attend_pages, read_bounds
-from penstock.ops.ref.codecs.halves import read_halves
 from penstock.ops.ref.rehearsal import attend_tokens
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
@@ -136,7 +135,10 @@ class RowBackend:
         pages = where.pages(b, layer, lane)
         low, more = where.num_low(b, layer, lane), 0
         parts = {name: read_kv(planes, name, pages, max(base, low * where.block_size), end) for name in call.names}
-        if low:  # two tokens in each slot of these pages; nothing but selections makes them
+        if low:
+            from penstock.ops.ref.codecs.halves import read_halves
+
+            # Two tokens in each slot of these pages; nothing but selections makes them.
             parts = {name: np.concatenate([read_halves(planes, name, pages[:low]), x]) for name, x in parts.items()}
             more = low * where.block_size
         k = parts[call.keys[0]] if len(call.keys) == 1 else np.concatenate([parts[n] for n in call.keys], axis=-1)
