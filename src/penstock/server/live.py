@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
+import traceback
 from types import TracebackType
 
 import uvicorn
@@ -15,6 +17,9 @@ from penstock.server.app import http_server
 from penstock.server.build import build, close
 from penstock.server.context import Server
 from penstock.server.transport.http_server import loop_factory
+
+STOP_S = 60.0
+"""A server that takes longer to stop hangs; without a limit nobody would hear where."""
 
 
 class LiveServer:
@@ -43,7 +48,19 @@ class LiveServer:
     ) -> None:
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
-        self._thread.join()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the server has not stopped within {STOP_S:g} s:\n{self._where()}")
+
+    def _where(self) -> str:
+        """What its tasks wait for, and where each thread is."""
+        tasks = asyncio.all_tasks(self.loop) if self.loop is not None else ()
+        out = [f"{task.get_coro()!r} {task.get_stack()}\n" for task in tasks]
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if frame := frames.get(thread.ident or 0):
+                out += [f"{thread.name}:\n", *traceback.format_stack(frame)[-3:]]
+        return "".join(out)
 
     def _run(self) -> None:
         try:

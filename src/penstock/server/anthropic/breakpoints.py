@@ -35,6 +35,8 @@ class _Place(NamedTuple):
 
 def bounds(body: MessagesRequest) -> list[Bound]:
     """What is to be retained, at most one for each time to live, and up to where. Raises InputError."""
+    if body.cache_control is None and not _is_marked([*(body.tools or []), body.system, body.messages]):
+        return []  # most requests: all of their blocks are looked at, and nothing is made for each
     marks: list[tuple[int, float]] = []  # (how many texts lie before it, seconds)
     places: list[_Place] = []
     for step in _walk(body):
@@ -51,12 +53,22 @@ def bounds(body: MessagesRequest) -> list[Bound]:
     return [Bound(KVHint("retain", ttl_s), _changed(body, places[at:])) for ttl_s, at in last.items()]
 
 
+def _is_marked(items: Sequence[Any]) -> bool:
+    for item in items:
+        if isinstance(item, dict):
+            if item.get("cache_control") is not None or _is_marked((item.get("content"),)):
+                return True
+        elif isinstance(item, list) and _is_marked(item):
+            return True
+    return False
+
+
 def _walk(body: MessagesRequest) -> Iterator[_Place | float]:
     """Texts and marks (seconds) in the order of the prompt. Raises InputError."""
-    before = [mark for i, tool in enumerate(body.tools or []) for mark in _mark(tool, f"tools[{i}]")]
+    before = [mark for i, tool in enumerate(body.tools or []) for mark in _mark(tool, "tools", i)]
     if isinstance(body.system, list):
         for i, block in enumerate(body.system):
-            before += _mark(block, f"system[{i}]")
+            before += _mark(block, "system", i)
     yield from before
     for i, message in enumerate(body.messages):
         content = message.get("content")
@@ -76,12 +88,12 @@ def _blocks(blocks: Sequence[Any], path: Path, where: str) -> Iterator[_Place | 
         for key in (*_TEXTS, *(("content",) if isinstance(inner, str) else ())):
             if isinstance(block.get(key), str) and block[key]:
                 yield _Place((*path, j), key)
-        yield from _mark(block, f"{where}[{j}]")
+        yield from _mark(block, where, j)
 
 
-def _mark(block: Any, where: str) -> list[float]:
+def _mark(block: Any, where: str, at: int) -> list[float]:
     given = block.get("cache_control") if isinstance(block, dict) else None
-    return [] if given is None else [_ttl_s(given, f"{where}.cache_control")]
+    return [] if given is None else [_ttl_s(given, f"{where}[{at}].cache_control")]
 
 
 def _ttl_s(given: Any, where: str) -> float:

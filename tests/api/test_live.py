@@ -1,0 +1,28 @@
+"""A server in this process that cannot stop says where it is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from penstock.config import serve_from_kwargs
+from penstock.server import live
+from tests.api.conftest import bundled
+
+
+def test_a_server_that_does_not_stop_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "STOP_S", 0.2)
+    stop = time.monotonic() + 1.0
+
+    def hold() -> None:
+        while time.monotonic() < stop:
+            time.sleep(0.01)
+
+    server = live.LiveServer(serve_from_kwargs(model=bundled(), port=0, ops="ref", max_model_len=64))
+    server.__enter__()
+    assert server.server is not None
+    server.server.closers.append(hold)
+    with pytest.raises(RuntimeError, match=r"not stopped within 0.2 s:[\s\S]*in hold"):
+        server.__exit__(None, None, None)
+    server._thread.join()
