@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from penstock.core.output import CompletionOutput, Logprob, RequestOutput
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.launch.llm import LLM
+    from penstock.text.decisions import DecisionOption, DecisionQuestion, Judgement
 
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "BeamSearchParams", "CompletionOutput", "DecisionOption", "DecisionQuestion", "Judgement", "Logprob",
+    "RequestOutput", "SamplingParams", "__version__",
+]  # fmt: skip
 
 _HOME = {
     "LLM": "penstock.launch.llm",
@@ -21,6 +25,9 @@ _HOME = {
     "RequestOutput": "penstock.core.output",
     "CompletionOutput": "penstock.core.output",
     "Logprob": "penstock.core.output",
+    "DecisionQuestion": "penstock.text.decisions",
+    "DecisionOption": "penstock.text.decisions",
+    "Judgement": "penstock.text.decisions",
 }
 
 

@@ -95,6 +95,19 @@ def test_every_line_is_answered_as_if_it_had_been_asked(client: openai.OpenAI) -
         assert answers[name]["error"] is None
 
 
+def test_decisions_in_a_batch(client: openai.OpenAI) -> None:
+    asked: Any = [{"type": "predicate", "instructions": "Is it?"}]
+    body = {"model": "nano", "input": "A fox.", "questions": asked, "min_label_mass": 0}
+    made = start(client, [{"custom_id": "d", "method": "POST", "url": "/v1/decisions", "body": body}], "/v1/decisions")
+    (found,) = results(client, wait(client, made.id, ended).output_file_id)
+    alone = client.decisions.create(model="nano", input="A fox.", questions=asked, extra_body={"min_label_mass": 0})
+    (answer,) = found["response"]["body"]["answers"]
+    assert (answer["type"], answer["probability"]) == (
+        "predicate",
+        pytest.approx(alone.answers[0].probability, abs=1e-6),
+    )  # type: ignore[union-attr]
+
+
 def test_bad_lines_harm_only_themselves(client: openai.OpenAI) -> None:
     """Row 69: one error per bad line, with its number; the same check as by HTTP; a duplicate is the later one."""
     lines = [

@@ -50,6 +50,7 @@ RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 5, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
     "logprobs": {"num_logprobs": 2},
+    "named": {"num_logprobs": 0, "logprob_ids": [5, 3]},
     "penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.2, "temperature": 0.7, "seed": 2},
 }
 _LOOKS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "cpu"}
@@ -259,6 +260,7 @@ def test_what_is_chosen_at_once_is_what_is_chosen_row_by_row(kind: str) -> None:
     rng = random.Random(kind)
     for vocab in (1, 2, 97, 4099):
         rules = [drawn_rules(rng, vocab) for _ in range(24)]
+        rules[7] = TokenRules(num_logprobs=0, logprob_ids=[vocab - 1, 0, vocab // 2])
         rules[3] = TokenRules(allowed_ids=[0])  # it hides what makes its row sick
         logits = np.stack([shapes(kind, vocab, np.random.default_rng(i)) for i in range(len(rules))])
         logits[3, vocab // 2], logits[4, 0], logits[5] = np.nan, np.inf, -np.inf

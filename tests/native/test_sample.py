@@ -96,11 +96,13 @@ RULES = (
 def test_every_rule_on_every_shape(isa: str, threads: int, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = np.stack([shapes(kind, vocab, rng) for kind in KINDS for _ in RULES])
+    named = rng.integers(0, vocab, 3).tolist()
     rules = [
         TokenRules(**rule, seed=int(rng.integers(2**63)), num_logprobs=int(rng.integers(-1, 6)))
         for _ in KINDS
         for rule in RULES
-    ]
+    ] + [TokenRules(num_logprobs=0, logprob_ids=named) for _ in KINDS for _ in RULES]
+    logits = np.concatenate([logits, logits])
     picks = [
         pick(r, rule, r, position=int(rng.integers(2**34)), sample_index=3, num_samples=9)
         for r, rule in enumerate(rules)

@@ -28,6 +28,7 @@ def html_page(
     told = [f"{len(result.tasks)} tasks", f"examples of seed {result.seed}", "chat" if result.chat else "plain text"]
     told += [f"{name} {value}" for name, value in result.settings.items()]
     wrong = [(task.name, _wrong(task)) for task in result.tasks]
+    calibrated = [(task, v.name) for task in result.tasks for v in task.values if v.kind == "calibration"]
     return render(
         "evaluation.html", title=f"Evaluation of {result.model}", about=", ".join(told),
         warnings=[f"{where}{w.task}: {w.why}" for where, w in warned(result, baseline)],
@@ -37,7 +38,7 @@ def html_page(
         answers=[(task.name, f"{task.answers.n:,}", *(f"{getattr(task.answers, field):.0%}" for _, field in ENDS))
                  for task in result.tasks if task.answers is not None],
         changed=[_changed(d) for d in changed], maps=[_map(task) for task in result.tasks if len(task.axes) == 2],
-        curves=[_curve(task) for task in result.tasks if len(task.axes) == 1],
+        curves=[*(_curve(task) for task in result.tasks if len(task.axes) == 1), *map(_reliability, calibrated)],
         wrong=[(name, rows) for name, rows in wrong if rows],
     )  # fmt: skip
 
@@ -110,6 +111,20 @@ def _curve(task: TaskResult) -> tuple[Chart, list[Cells]]:
         Line(head.name, xs, [v.value for v in values], 0, [(x, v.value, "") for x, v in zip(xs, values, strict=True)]),
     ]  # fmt: skip
     chart.note += "; the outer lines are the interval of 95 %"
+    return chart, []
+
+
+def _reliability(calibrated: tuple[TaskResult, str]) -> tuple[Chart, list[Cells]]:
+    """How often answers are right over how sure they are; the straight line is where both are the same."""
+    from penstock.eval.calibration import reliability
+
+    task, metric = calibrated
+    bins = reliability([e.scores[metric] for e in task.examples])
+    chart = Chart(f"{task.name}: right by how sure", x_format=percent, y_format=percent, y_max=1.0)
+    xs, ys = [b.sure for b in bins], [b.right for b in bins]
+    dots = [(b.sure, b.right, str(b.n)) for b in bins]
+    chart.lines = [Line("as sure as right", [0.0, 1.0], [0.0, 1.0], 7), Line("right", xs, ys, 0, dots)]
+    chart.note = f"expected calibration error {task.value(metric).value:.3f}; beside the points: how many answers"
     return chart, []
 
 

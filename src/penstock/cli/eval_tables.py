@@ -61,6 +61,7 @@ def print_result(result: Result) -> None:
     console.print(table(("task", "metric", "value", "95 %", "n"), rows, title=result.model, left=2))
     _print_answers(console, result)
     for task in result.tasks:
+        _print_reliability(console, task)
         if len(task.axes) == 2:
             _print_map(console, task)
         elif len(task.axes) == 1:
@@ -91,6 +92,23 @@ def _print_answers(console: Console, result: Result) -> None:
     if rows:
         console.print()
         console.print(table(("task", "n", *(head for head, _ in ENDS)), rows, title="Answers"))
+
+
+def _print_reliability(console: Console, task: TaskResult) -> None:
+    """How often answers are right, by how sure they are, where that was asked."""
+    from penstock.eval.calibration import reliability
+
+    for value in task.values:
+        if value.kind == "calibration":
+            made = table(("how sure", "", "sure on average", "right", "n"), left=0)
+            made.columns[1].justify = "left"
+            for found in reliability([e.scores[value.name] for e in task.examples]):
+                ends = f"{found.low:.0%} to {found.high:.0%}"
+                made.add_row(
+                    ends, "█" * round(_BAR * found.right), f"{found.sure:.1%}", f"{found.right:.1%}", str(found.n)
+                )
+            console.print(f"\n{task.name}: how often answers are right, by how sure they are", style="italic")
+            console.print(made)
 
 
 def print_warnings(result: Result, baseline: Result | None = None) -> None:

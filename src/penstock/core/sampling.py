@@ -82,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: ids that end the sample.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: log-probabilities of this many likeliest tokens per position (0: only the chosen one); -1 is all.
+        logprob_token_ids: ids whose log-probabilities are given instead of the likeliest tokens', in this order.
         prompt_logprobs: the same for each prompt token.
         seed: same seed, same tokens, whatever else runs; None lets the engine choose and keep one.
         logit_bias: token id -> number added to its logit.
@@ -108,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
@@ -122,6 +124,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -185,6 +191,8 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Text that the output is likely to repeat (OpenAI's `prediction`); drafters may copy from it."""
     thought: Thought | None = None
     """What may come before the answer, if `grammar` lets a thought come first."""
+    logprob_ids: list[int] = []
+    """Whose log-probabilities are told instead of the likeliest ones'; `num_logprobs` is 0 then."""
 
     @property
     def greedy(self) -> bool:

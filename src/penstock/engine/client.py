@@ -239,8 +239,8 @@ class OutputProcessor:
                 sample.text.append(sample.stops.flush())
         sample.end(reason, stop_reason)
 
-    def _shown(self, sample: Sample) -> list[dict[int, Logprob]]:
-        sample.shown += [self._entry(entry) for entry in sample.logprobs[len(sample.shown) :]]
+    def _shown(self, sample: Sample, *, ranked: bool) -> list[dict[int, Logprob]]:
+        sample.shown += [self._entry(entry, ranked=ranked) for entry in sample.logprobs[len(sample.shown) :]]
         return sample.shown
 
     def _prompt_shown(self, live: Live) -> list[dict[int, Logprob] | None]:
@@ -248,13 +248,13 @@ class OutputProcessor:
         live.prompt_shown += [None if entry is None else self._entry(entry) for entry in fresh]
         return live.prompt_shown
 
-    def _entry(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """A position's dictionary: the likeliest tokens, and the chosen one if it is not among them."""
+    def _entry(self, entry: TokenLogprobs, *, ranked: bool = True) -> dict[int, Logprob]:
+        """A position's dictionary: the likeliest tokens, or the named ones (not `ranked`), and the chosen one."""
         out = {
-            token_id: Logprob(logprob, rank, self._piece(token_id))
+            token_id: Logprob(logprob, rank if ranked else None, self._piece(token_id))
             for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
         }
-        if entry.token_id not in out:
+        if not ranked or entry.token_id not in out:
             out[entry.token_id] = Logprob(entry.logprob, entry.rank, self._piece(entry.token_id))
         return out
 
@@ -288,7 +288,7 @@ class OutputProcessor:
         finished = self.is_finished(request_id)
         if finished and not keep:
             del self._live[request_id]
-        wants_logprobs = params.logprobs is not None and logprobs
+        wants_logprobs = params.tells_logprobs and logprobs
         wants_prompt = params.prompt_logprobs is not None and logprobs
         return RequestOutput(
             request_id=request_id,
@@ -300,8 +300,8 @@ class OutputProcessor:
                     index=s.index,
                     text="".join(s.text),
                     token_ids=s.token_ids,
-                    cumulative_logprob=s.cumulative_logprob if params.logprobs is not None else None,
-                    logprobs=self._shown(s) if wants_logprobs else None,
+                    cumulative_logprob=s.cumulative_logprob if params.tells_logprobs else None,
+                    logprobs=self._shown(s, ranked=not params.logprob_token_ids) if wants_logprobs else None,
                     finish_reason=s.finish_reason,
                     stop_reason=s.stop_reason,
                 )

@@ -269,7 +269,7 @@ class EngineClient:
             ended = sample.finish_reason is not None and not cursor.ended
             if not (tokens or text or ended):
                 continue
-            asked = live.params is not None and live.params.logprobs is not None
+            asked = live.params is not None and live.params.tells_logprobs
             logprobs = None
             if asked:
                 logprobs = sample.logprobs if stream.forgets else sample.logprobs[cursor.tokens :]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.base.errors import InputError
+from penstock.eval.calibration import NUM_BINS, columns, error_of
 from penstock.eval.intervals import Interval, bootstrap, mcnemar
 from penstock.eval.result import MetricValue, Result, TaskResult, of_means, weights_of
 from penstock.eval.run import Prepared
@@ -83,7 +84,11 @@ def difference(task: TaskResult, before: TaskResult, metric: str) -> Difference:
     new, old = ([e.scores[metric] for e in found.examples] for found in (task, before))
     weights = weights_of(metric, task.examples)
     kind = value.kind
-    interval = bootstrap(lambda a, b, w: of_means(kind, a, w) - of_means(kind, b, w), new, old, weights)
+    if kind == "calibration":
+        each = (*columns(new), *columns(old))
+        interval = bootstrap(lambda *m: error_of(*m[:NUM_BINS]) - error_of(*m[NUM_BINS:]), *each)
+    else:
+        interval = bootstrap(lambda a, b, w: of_means(kind, a, w) - of_means(kind, b, w), new, old, weights)
     p = None
     if kind == "rate":
         p = mcnemar(

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from penstock.base.errors import InputError
+from penstock.eval.calibration import calibration_error
 from penstock.eval.intervals import Interval, bootstrap, wilson
 from penstock.eval.tasks.base import Metric, MetricKind, Tag
 from penstock.formats.files import quoted, read_whole
@@ -134,11 +135,17 @@ def figure(metric: Metric, examples: Sequence[Scored]) -> MetricValue:
     if metric.kind == "rate":
         low, high = wilson(round(sum(scores)), n)
         return MetricValue(name=metric.name, kind=metric.kind, value=sum(scores) / n, n=n, low=low, high=high)
+    if metric.kind == "calibration":
+        value, interval = calibration_error(scores)
+        return MetricValue(name=metric.name, kind=metric.kind, value=value, n=n, **_ends(interval))
     weights = weights_of(metric.name, examples)
     interval = bootstrap(lambda s, w: of_means(metric.kind, s, w), scores, weights)
     value = float(of_means(metric.kind, sum(scores) / n, sum(weights) / n))
-    ends = {} if interval is None else {"low": interval[0], "high": interval[1]}
-    return MetricValue(name=metric.name, kind=metric.kind, value=value, n=n, **ends)
+    return MetricValue(name=metric.name, kind=metric.kind, value=value, n=n, **_ends(interval))
+
+
+def _ends(interval: Interval | None) -> dict[str, float]:
+    return {} if interval is None else {"low": interval[0], "high": interval[1]}
 
 
 def weights_of(metric: str, examples: Iterable[Scored]) -> list[float]:

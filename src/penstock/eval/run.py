@@ -8,7 +8,7 @@ compared example by example, and what cannot be compared is noticed (`eval.paire
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +26,7 @@ from penstock.eval.tasks import Asked, make_tasks
 from penstock.eval.tasks.base import Answer, Example, Kind, Reader, Task
 from penstock.eval.thought import opens_thought, spoken
 from penstock.launch.llm import LLM
+from penstock.text.decisions import LabelTree, label_params
 
 _SHOWN = 16_000
 _NOT_TOLD = ("model",)
@@ -45,6 +46,8 @@ class Prepared:
     @property
     def kind(self) -> Kind:
         """How it is asked: a task of choices is answered in a chat."""
+        if self.examples[0].labels is not None:
+            return "decide"
         return self.asked.task.kind if self.examples[0].readings else "generate"
 
 
@@ -102,6 +105,8 @@ def _plain(e: Example) -> list[object]:
     """All that an example asks, and how it is decoded and judged."""
     readings = [[r.ids, r.first] for r in e.readings]
     said = [e.prompt, readings, e.expected, e.max_tokens, e.stop, dict(e.tags), dict(e.weights)]
+    if e.labels is not None:
+        said.append([e.labels.names, e.labels.runs])
     return [*said, e.begun] if e.begun else said
 
 
@@ -131,7 +136,8 @@ def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
     task, examples = prepared.asked.task, prepared.examples
     started = time.perf_counter()
     generated = prepared.kind == "generate"
-    asks = [_generated(e) for e in examples] if generated else [r for e in examples for r in _scored(e)]
+    made = _decided if prepared.kind == "decide" else _scored
+    asks = [_generated(e) for e in examples] if generated else [r for e in examples for r in made(e)]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asks], [p for _, p in asks], use_tqdm=show_progress)
     seconds = time.perf_counter() - started
     failed = next((output.error for output in outputs if output.error is not None), None)
@@ -141,6 +147,8 @@ def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
     if generated:
         thinks = opens_thought(llm.get_tokenizer().decode(list(examples[0].prompt[-16:]), skip_special_tokens=False))
         scored = [_judged(task, e, next(left), opened=thinks) for e in examples]
+    elif prepared.kind == "decide":
+        scored = [_scored_by(task, e, _probabilities(e.labels, left)) for e in examples if e.labels is not None]
     else:
         scored = [_scored_by(task, e, _likelihoods(e, [next(left) for _ in e.readings])) for e in examples]
     return TaskResult(
@@ -178,6 +186,20 @@ def _generated(e: Example) -> tuple[tuple[int, ...], SamplingParams]:
 def _scored(e: Example) -> list[tuple[tuple[int, ...], SamplingParams]]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     return [(reading.ids, params) for reading in e.readings]
+
+
+def _decided(e: Example) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    assert e.labels is not None
+    return [((*e.prompt, *before), label_params(tokens)) for before, tokens in e.labels.runs]
+
+
+def _probabilities(labels: LabelTree, outputs: Iterator[RequestOutput]) -> Answer:
+    found = {}
+    for before, _ in labels.runs:
+        entries = next(outputs).outputs[0].logprobs
+        assert entries, "they were asked for"
+        found[before] = {token: entry.logprob for token, entry in entries[0].items()}
+    return Answer(logprobs=tuple(labels.read(found)))
 
 
 def _likelihoods(example: Example, outputs: Sequence[RequestOutput]) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -29,8 +29,10 @@ from penstock.core.vector import check_dimensions, embedding
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
+from penstock.launch.decide import decide
 from penstock.launch.progress import StepProgress, loading
 from penstock.text.boundaries import changed_after, num_common
+from penstock.text.decisions import MIN_LABEL_MASS, PLAIN_KWARGS, DecisionQuestion, Ids, Judgement, label_params
 from penstock.text.grammar.source import kind_of
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template, encode_chat
@@ -199,6 +201,37 @@ class LLM:
             vector = embedding(out.pooled, normalize=normalize, dimensions=dimensions).tolist()
             made.append(EmbeddingRequestOutput(request.request_id, EmbeddingOutput(vector), request.prompt_token_ids))
         return made
+
+    def decide(
+        self,
+        input: str | Sequence[Message],
+        questions: Sequence[DecisionQuestion],
+        *,
+        temperature: float = 1.0,
+        min_label_mass: float = MIN_LABEL_MASS,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[Judgement]:
+        """Answers to typed questions about a text or a conversation, in their order (`text.decisions`).
+
+        Nothing is generated: the model's probabilities of labels are read where its answer would begin. The first
+        question computes what all share, the others find it in the prefix cache. Raises InputError.
+        """
+        kwargs = {**PLAIN_KWARGS, **(chat_template_kwargs or {})}
+
+        def encode(messages: Sequence[Message]) -> _Tokens:
+            return self._chat_tokens(messages, chat_template_kwargs=kwargs)
+
+        def run(asked: Sequence[tuple[_Tokens, Ids, list[int]]]) -> list[RequestOutput]:
+            made = []
+            for prompt, before, tokens in asked:
+                params = label_params(tokens)
+                made.append((*self._request(replace(prompt, ids=[*prompt.ids, *before]), params), params))
+            return self._run(made, use_tqdm)
+
+        tokenizer, vocab_size = self.get_tokenizer(), self._engine.limits.vocab_size
+        reading = {"temperature": temperature, "min_label_mass": min_label_mass}
+        return decide(tokenizer, vocab_size, input, questions, encode, run, **reading)
 
     def stream(
         self,

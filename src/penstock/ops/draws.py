@@ -68,11 +68,13 @@ class AskedDraw(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """The rank of `token` in row `row` is wanted (-1: of what it chooses), and so many of the likeliest tokens."""
+    """The rank of `token` in row `row` is wanted (-1: of what it chooses), and so many of the likeliest tokens; or,
+    in their place, `ids`."""
 
     row: int
     num_top: int
     token: int = -1
+    ids: Sequence[int] = ()
 
 
 class DrawnRows(NamedTuple):

@@ -72,7 +72,7 @@ class DeviceSampler(KernelSampler):
                          pick.sample_index, pick.position, pick.num_samples)
                 )  # fmt: skip
             if pick.row >= 0 and rules.num_logprobs >= 0:
-                likely.append(Likely(pick.row, rules.num_logprobs))
+                likely.append(Likely(pick.row, rules.num_logprobs, ids=rules.logprob_ids))
             for j, token in enumerate(pick.prompt_ids.tolist()):
                 likely.append(Likely(pick.prompt_row + j, rules.num_prompt_logprobs, token))
         draws = self._starting.start(logits, final, asked, likely)

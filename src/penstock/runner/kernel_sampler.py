@@ -120,7 +120,7 @@ class KernelSampler(Sampler):
             if samples and pick.num_candidates:
                 out.sampled.append(Sampled(pick.seq_id, [], candidates=_candidates(*next(found))))
             elif samples:
-                entries = _entries(*next(found)) if pick.rules.num_logprobs >= 0 else []
+                entries = _entries(*next(found), pick.rules.logprob_ids) if pick.rules.num_logprobs >= 0 else []
                 out.sampled.append(Sampled(pick.seq_id, chosen[pick.seq_id], entries))
             if pick.prompt_ids.size:
                 prompt = [_entries(*next(found))[0] for _ in range(len(pick.prompt_ids))]
@@ -166,12 +166,13 @@ def _choices(nodes: Sequence[DraftNode], best: list[int], healthy: list[int], dr
     return [token if healthy[node.row] else SICK for node, token in zip(nodes, chosen, strict=True)]
 
 
-def _entries(job: Job, ranked: Ranked) -> list[TokenLogprobs]:
+def _entries(job: Job, ranked: Ranked, ids: Sequence[int] = ()) -> list[TokenLogprobs]:
     row, tokens, _ = job
     norm = log_sum(ranked.peak, ranked.total)
-    top = (row[ranked.top_ids].astype(np.float64) - norm).tolist()
+    shown = list(ids) or ranked.top_ids
+    top = (row[shown].astype(np.float64) - norm).tolist()
     return [
-        TokenLogprobs(token, float(row[token]) - norm, rank, ranked.top_ids, top)
+        TokenLogprobs(token, float(row[token]) - norm, rank, shown, top)
         for token, rank in zip(tokens, ranked.ranks, strict=True)
     ]
 

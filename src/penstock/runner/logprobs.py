@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,13 @@ class RowLogprobs:
     """log_softmax of one row, in float64, evaluated only where asked. No error is larger than V * 2^-43.
 
     Shapes: row [V], at least one finite, no NaN, no +inf. Units: nats. The row is read at construction and by `entry`;
-    it must not change between them.
+    it must not change between them. `ids`: the tokens to tell of, instead of the likeliest.
     """
 
-    def __init__(self, row: F32, num_top: int = 0) -> None:
+    def __init__(self, row: F32, num_top: int = 0, ids: Sequence[int] = ()) -> None:
         self._row = row
         self._log_sum = log_sum(float(row.max()), int(weigh(row, LOG2_E).sum()))
-        self._top_ids: list[int] = best_ids(row, num_top).tolist() if num_top > 0 else []
+        self._top_ids: list[int] = best_ids(row, num_top).tolist() if num_top > 0 else list(ids)
         self._top_logprobs = [self.logprob(token) for token in self._top_ids]
 
     def logprob(self, token: int) -> float:

@@ -161,7 +161,7 @@ def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:
         tokens = draw(final, rules, pick.sample_index, pick.position, pick.num_samples)
     entries: list[TokenLogprobs] = []
     if rules.num_logprobs >= 0:
-        logprobs = RowLogprobs(raw, rules.num_logprobs)
+        logprobs = RowLogprobs(raw, rules.num_logprobs, rules.logprob_ids)
         entries = [logprobs.entry(token) for token in tokens]
     return Sampled(pick.seq_id, tokens, entries)
 

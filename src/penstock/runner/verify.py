@@ -141,6 +141,6 @@ def _logprobs(drafted: DraftedRow, logits: F32, tokens: list[int], path: list[in
         return []
     rows = [drafted.row, *(drafted.row + 1 + i for i in path)]
     return [
-        RowLogprobs(np.asarray(logits[row]), drafted.rules.num_logprobs).entry(token)
+        RowLogprobs(np.asarray(logits[row]), drafted.rules.num_logprobs, drafted.rules.logprob_ids).entry(token)
         for row, token in zip(rows, tokens, strict=False)
     ]

@@ -27,6 +27,7 @@ from penstock.server.routes import (
     batches,
     chat,
     completions,
+    decisions,
     docs,
     embeddings,
     files,
@@ -51,8 +52,8 @@ from penstock.text.defaults import sampling_decision
 
 log = logging.getLogger("penstock.server")
 MODULES = (
-    chat, completions, responses, messages, message_batches, embeddings, models, text, files, batches, ollama,
-    llama_server, ops, docs, admin, page,
+    chat, completions, responses, messages, message_batches, embeddings, decisions, models, text, files,
+    batches, ollama, llama_server, ops, docs, admin, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")

@@ -65,7 +65,8 @@ class Call:
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
     `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
     are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
-    what may come before an answer that is bound.
+    what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
+    request has brought and the engine has computed, so that admission does not count them again.
     """
 
     prompt: Prompt
@@ -79,6 +80,7 @@ class Call:
     slo_tpot_s: float | None = None
     default_max_tokens: int | None = None
     lead: Lead | None = None
+    num_shared: int = 0
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None

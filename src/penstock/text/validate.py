@@ -33,6 +33,7 @@ MIN_REPETITION_PENALTY = 1e-6
 """It divides logits: by less, they may leave float32."""
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
+MAX_LOGPROB_IDS = 1024
 MAX_PATTERN, MAX_PATTERN_TOKENS = 256, 4096
 """Of repetition_detection: tokens of a pattern, and of all its repetitions. They are compared after every token."""
 POOLINGS = ("last", "mean", "cls")
@@ -83,6 +84,12 @@ def validate_sampling(params: SamplingParams, *, limits: Limits) -> None:
     if params.allowed_token_ids is not None and len(params.allowed_token_ids) == 0:
         raise InputError(
             f"allowed_token_ids is empty; give 1 to {limits.vocab_size} ids, or leave it out", param="allowed_token_ids"
+        )
+    _ids("logprob_token_ids", params.logprob_token_ids, limits.vocab_size, MAX_LOGPROB_IDS)
+    if params.logprob_token_ids and params.logprobs:
+        raise InputError(
+            "logprob_token_ids take the place of the likeliest tokens that logprobs ask for; give one of the two",
+            param="logprob_token_ids",
         )
     _logit_bias(params.logit_bias, limits)
     _bad_words(params.bad_words, limits)
@@ -186,7 +193,8 @@ def make_rules(
         logit_bias={int(k): float(v) for k, v in (params.logit_bias or {}).items()},
         bad_sequences=[list(ids) for ids in bad_sequences(tuple(params.bad_words or ()), tokenizer, limits.vocab_size)],
         allowed_ids=None if params.allowed_token_ids is None else list(map(int, params.allowed_token_ids)),
-        num_logprobs=_num_logprobs(params.logprobs, limits),
+        num_logprobs=0 if params.logprob_token_ids else _num_logprobs(params.logprobs, limits),
+        logprob_ids=list(map(int, params.logprob_token_ids or ())),
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, limits),
         seed=int(seed if params.seed is None else params.seed),
         grammar=_grammar(params.structured_outputs, tokenizer),
@@ -226,7 +234,7 @@ def build_request(
             f"entries; at most {limits.max_prompt_logprob_entries} are possible",
             param="prompt_logprobs",
         )
-    _logprob_entries(rules.num_logprobs, params.n, max_tokens, limits)
+    _logprob_entries(rules.num_logprobs + len(rules.logprob_ids), params.n, max_tokens, limits)
     return Request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),

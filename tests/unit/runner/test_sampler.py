@@ -148,6 +148,7 @@ def mixed_rows(num: int, vocab: int) -> tuple[np.ndarray, list[TokenRules]]:
         TokenRules(temperature=1.1, top_p=0.9, seed=4, num_logprobs=5),
         TokenRules(temperature=0.7, top_k=9, seed=5, repetition_penalty=1.3, presence_penalty=0.5),
         TokenRules(num_logprobs=0, logit_bias={3: 5.0}),
+        TokenRules(num_logprobs=0, logprob_ids=[7, 900, 7]),
         TokenRules(temperature=1.0, min_p=0.02, seed=6, allowed_ids=list(range(0, vocab, 3))),
     ]
     return rng.normal(0, 2, (num, vocab)).astype(np.float32), [kinds[i % len(kinds)] for i in range(num)]
@@ -218,6 +219,9 @@ def test_logprobs_are_raw_and_ranked() -> None:
     (entry,) = one(logits, TokenRules(num_logprobs=0)).logprobs
     assert (entry.token_id, entry.top_ids) == (1, [])
     assert one(logits, TokenRules()).logprobs == []
+    (entry,) = one(logits, TokenRules(num_logprobs=0, logprob_ids=[3, 0])).logprobs
+    assert (entry.token_id, entry.rank, entry.top_ids) == (1, 1, [3, 0])
+    assert entry.top_logprobs == pytest.approx([0.0 - lse, 1.0 - lse], abs=1e-12)
 
 
 def test_candidates_are_of_the_processed_logits_without_temperature() -> None:

@@ -113,7 +113,7 @@ class TorchDraws:
         ranks, totals, ids, values, own_peaks, tops = parts
         values, own_peaks, tops = (part.view(np.float64) for part in (values, own_peaks, tops))
         return [
-            (Ranked(peak, total, [rank], own_ids[: wanted.num_top]), value, own_tops[: wanted.num_top])
+            (Ranked(peak, total, [rank], own_ids[: _num_told(wanted)]), value, own_tops[: _num_told(wanted)])
             for wanted, rank, total, own_ids, value, peak, own_tops in zip(
                 self._likely, *(part.tolist() for part in (ranks, totals, ids, values, own_peaks, tops)), strict=True
             )
@@ -176,6 +176,8 @@ class TorchKernel:
                 tokens[where] = found[:, 0]
                 drawn[self._whole(np.array(group)), : found.shape[1]] = found
         parts = [best, drawn, peaks.double(), raw.amax(dim=-1).double() if changed else peaks.new_zeros(0).double()]
+        if any(wanted.ids for wanted in likely):  # then all have as many columns
+            likely = [one._replace(num_top=min(one.num_top, self.vocab_size)) for one in likely]
         if likely:
             parts += self._rank(raw, tokens, likely)
         return TorchDraws(tokens, parts, asked, likely)
@@ -251,6 +253,7 @@ class TorchKernel:
         """Ranks, totals [L], ids [L, K] and, as float64, values, peaks [L] and the values [L, K] of these ids."""
         most = max(0, min(max(wanted.num_top for wanted in likely), self.vocab_size))
         size = max(1, _MOST // self.vocab_size)
+        named = max(len(wanted.ids) for wanted in likely)
         parts: list[list[Tensor]] = []
         for first in range(0, len(likely), size):
             some = likely[first : first + size]
@@ -263,9 +266,24 @@ class TorchKernel:
             bits = (rows + 0.0).view(torch.int32)
             order = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + (0xFFFFFFFF - ids)
             top = torch.topk(order, most, dim=-1).indices
+            if named:
+                top = self._with_named(top, some, max(most, named))
             parts.append([ranks, weigh(rows, LOG2_E).sum(-1), top, values[:, 0].double(),
                           rows.amax(-1).double(), rows.gather(1, top).double()])  # fmt: skip
         return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+    def _with_named(self, top: Tensor, likely: Sequence[Likely], width: int) -> Tensor:
+        """`top` [L, K] as [L, width], with the ids of those that name some in their place."""
+        ids = np.zeros((len(likely), width + 1), np.int64)
+        for i, wanted in enumerate(likely):
+            ids[i, : len(wanted.ids)], ids[i, width] = wanted.ids, bool(wanted.ids)
+        given = self._whole(ids)
+        padded = torch.nn.functional.pad(top, (0, width - top.shape[1]))
+        return torch.where(given[:, width:] > 0, given[:, :width], padded)
+
+
+def _num_told(wanted: Likely) -> int:
+    return len(wanted.ids) or wanted.num_top
 
 
 def _ranks(ask: AskedDraw) -> bool:

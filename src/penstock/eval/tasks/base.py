@@ -15,17 +15,20 @@ from typing import Any, Literal, Protocol
 
 from penstock.base.errors import ConfigError, InputError
 from penstock.eval.thought import may_think
+from penstock.text.decisions import PLAIN_KWARGS, DecisionQuestion, LabelTree, asked, label_tree, wording
 from penstock.text.template import encode_chat
 from penstock.text.tokenizer import Tokenizer
 
 _SENTENCE_TOKENS = 48
 _THOUGHT_TOKENS = 4096
 Tag = str | int | float
-Kind = Literal["generate", "score", "perplexity"]
-"""generate: the model answers. score: its likelihoods of given texts are compared. perplexity: ... are the figure."""
-MetricKind = Literal["rate", "mean", "perplexity", "bits"]
-"""rate: 0 or 1 per example, Wilson's interval. mean: 0 to 1. perplexity and bits: nats per example over a weight
-(tokens, bytes); exp(nats / weight), and nats / ln 2 / weight."""
+Kind = Literal["generate", "score", "perplexity", "decide"]
+"""generate: the model answers. score: its likelihoods of given texts are compared. perplexity: ... are the figure.
+decide: probabilities of labels are read (`text.decisions`)."""
+MetricKind = Literal["rate", "mean", "loss", "calibration", "perplexity", "bits"]
+"""rate: 0 or 1 per example, Wilson's interval. mean: 0 to 1. loss: the same, less is better. calibration: of each
+example how sure the answer is, with a minus if it is wrong (`eval.calibration`). perplexity and bits: nats per example
+over a weight (tokens, bytes); exp(nats / weight), and nats / ln 2 / weight."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Metric:
 
     @property
     def lower_is_better(self) -> bool:
-        return self.kind in ("perplexity", "bits")
+        return self.kind in ("loss", "calibration", "perplexity", "bits")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Example:
 
     Attributes:
         expected: what the judge compares with; anything that JSON can write.
-        prompt: ids to go on from (kind generate).
+        prompt: ids to go on from (kinds generate, decide).
+        labels: whose probabilities behind the prompt are asked for (kind decide).
         readings: texts whose likelihoods are asked for (score, perplexity).
         tags: where it stands in the task: depth, length, position, subject, ...
         weights: by metric, what its score counts for; 1 if not named.
@@ -68,6 +72,7 @@ class Example:
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     begun: str = ""
+    labels: LabelTree | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +83,8 @@ class Example:
 @dataclass(frozen=True)
 class Answer:
     """What the model said, without its thoughts (generate), or what it thought of each reading: the natural logarithm
-    of its likelihood, and whether every token of it was the likeliest one (score, perplexity)."""
+    of its likelihood, and whether every token of it was the likeliest one (score, perplexity); or of each label's
+    probability (decide)."""
 
     text: str = ""
     logprobs: tuple[float, ...] = ()
@@ -104,7 +110,7 @@ class Task(Protocol):
         ...
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
-        """Every metric's score: 0 to 1; nats for perplexity and bits."""
+        """Every metric's score: 0 to 1; -1 to 1 for calibration; nats for perplexity and bits."""
         ...
 
     def found(self, example: Example, answer: Answer) -> bool:
@@ -157,6 +163,14 @@ class Reader:
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         ids = encode_chat(self.tokenizer, self.template, [*turns, {"role": "user", "content": text}])
         return (*ids, *self.tokenizer.encode(begun, add_special_tokens=False)) if begun else tuple(ids)
+
+    def decision(self, text: str, question: DecisionQuestion) -> tuple[tuple[int, ...], LabelTree]:
+        """The prompt of a decision about a text, and its labels. Raises InputError: there is no chat template."""
+        if self.template is None:
+            raise InputError("by=decision asks chat models only; add --chat", param="tasks")
+        labels = label_tree(self.tokenizer, question, self.tokenizer.vocab_size)
+        messages = asked([{"role": "user", "content": text}], wording(question, labels.names))
+        return tuple(encode_chat(self.tokenizer, self.template, messages, kwargs=PLAIN_KWARGS)), labels
 
     def stops(self, *plain: str) -> tuple[str, ...]:
         """Where the answer to plain text ends; an assistant may say more first, and ends by itself."""
@@ -213,6 +227,9 @@ class Options:
         if any(value != int(value) for value in found):
             raise self._wrong(name, f"must be whole, not {self._values[name]}")
         return tuple(int(value) for value in found)
+
+    def real(self, name: str, default: float, low: float, high: float) -> float:
+        return self._floats(name, (default,), low, high, most=1)[0]
 
     def shares(self, name: str, default: Sequence[float]) -> tuple[float, ...]:
         return self._floats(name, default, 0, 1, 64)

@@ -25,13 +25,20 @@ class TruthfulQA(Choice):
     """In a chat the answers are listed under letters, in an order of their own for each question."""
 
     def _generated(self, reader: Reader, q: Question) -> Example:
-        order = list(range(min(len(q.choices), len(LETTERS))))
-        Random(q.prompt).shuffle(order)
-        texts = tuple(q.choices[i].strip() for i in order)
-        listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
-        asked = f"{q.prompt.removeprefix('Q: ').removesuffix('A:').strip()}\nWhich answer is true?\n{listed}"
-        letters = tuple(LETTERS[: len(texts)])
-        return super()._generated(reader, replace(q, choices=letters, right=order.index(0), asked=asked, texts=texts))
+        return super()._generated(reader, _listed(q))
+
+    def _decided(self, reader: Reader, q: Question) -> Example:
+        return super()._decided(reader, _listed(q))
+
+
+def _listed(q: Question) -> Question:
+    order = list(range(min(len(q.choices), len(LETTERS))))
+    Random(q.prompt).shuffle(order)
+    texts = tuple(q.choices[i].strip() for i in order)
+    listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
+    asked = f"{q.prompt.removeprefix('Q: ').removesuffix('A:').strip()}\nWhich answer is true?\n{listed}"
+    letters = tuple(LETTERS[: len(texts)])
+    return replace(q, choices=letters, right=order.index(0), asked=asked, texts=texts)
 
 
 def make(path: Path | None, options: Options) -> Task:

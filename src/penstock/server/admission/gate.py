@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 GENERATING = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
-        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion", "/infill",
+        "/v1/decisions", "/v1/systemone", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion",
+        "/infill",
     )
 )  # fmt: skip
 TICK_S = 0.1
@@ -173,7 +174,8 @@ class Gate:
     def admit(self, call: Call, request: Request) -> Callable[[], None]:
         """Take a checked request on; call what is returned when it has ended. Raises RefusedError, WireError (408)."""
         tenant, now = call.tenant, self._clock.now()
-        num_prompt, cost = len(request.prompt_token_ids), cost_of(request)
+        num_prompt = len(request.prompt_token_ids) - call.num_shared
+        cost = cost_of(request) - call.num_shared
         self._check_engine()
         if cost > self._max_tokens:
             raise self._refusal(

@@ -18,7 +18,8 @@ import msgspec
 from penstock.base.hashing import digest
 from penstock.server.batches import disk
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages",
+             "/v1/decisions")  # fmt: skip
 MAX_CUSTOM_ID = 512
 _READ_BYTES = 1 << 18
 _PREFIX = "batch_req_"

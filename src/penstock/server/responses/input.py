@@ -26,9 +26,8 @@ Find = Callable[[str], dict[str, Any] | None]
 """By an id: the item of a stored response's output."""
 
 
-def input_items(body: ResponsesRequest, find: Find) -> list[dict[str, Any]]:
-    """The items of this request, each with an id and a type. Raises InputError."""
-    given = body.input
+def input_items(given: str | list[dict[str, Any]] | None, find: Find) -> list[dict[str, Any]]:
+    """The items of a request's `input`, each with an id and a type. Raises InputError."""
     if given is None:
         raise InputError("input is missing", param="input")
     if isinstance(given, str):

@@ -126,7 +126,7 @@ def _check(body: ResponsesRequest, keep: bool) -> None:
 async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Conversation, list[Item]]:
     """The chat request that this one is, and its items with those it goes on from."""
     work = caller.server.slices.work(caller.tenant)
-    own = input_items(body, _finder(caller))
+    own = input_items(body.input, _finder(caller))
     await work.pause()
     before: list[Item] = []
     if body.previous_response_id is not None:
