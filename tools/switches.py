@@ -59,6 +59,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("weights int8-wo", "weights", {"quantization": "int8-wo"}, exact=False),
     Switch("weights int4-w4a8", "weights", {"quantization": "int4-w4a8"}, exact=False),
     Switch("weights int4-wo", "weights", {"quantization": "int4-wo"}, exact=False),
+    Switch("weights from disk", "weights", {"weight_memory_bytes": 700_000, "weight_prefetch": 0}),
     Switch("dtype float32", "weights", {"dtype": "float32"}, exact=False),
     Switch("dtype float16", "weights", {"dtype": "float16"}, exact=False),
     selector("streaming", headline=True),

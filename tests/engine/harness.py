@@ -169,11 +169,12 @@ def fake_engine(
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
     speculation: dict[str, Any] | None = None, draft_models: Sequence[tuple[ModelSpec, Any]] = (),
-    events: Any = None,
+    events: Any = None, packed: Any = None,
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
-    `speculation`: as `speculative_config`; `draft_models`: those it names, and their weights.
+    `speculation`: as `speculative_config`; `draft_models`: those it names, and their weights. `packed`: where native
+    kernels find theirs.
     """
     plan = plan_for(spec, k, [draft_model for draft_model, _ in draft_models])
     decides = repr((spec, k.ops, k.kv_dtype, k.kv_offload_format)).encode()
@@ -191,6 +192,7 @@ def real_engine(
         drafts=drafts,
         loaded_drafts=draft_models,
         events=events,
+        packed=packed,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
-from penstock.core.held_weights import HeldWeights
+from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -33,6 +33,13 @@ class WeightStore(Protocol):
 
     def names(self) -> frozenset[str]:
         """The weights that are in it, and need not be loaded."""
+        ...
+
+    def prepare(self, graph: Graph) -> None:
+        """Write what weights that are read while they are used are read from, matrix by matrix, if it is not there.
+
+        Raises: ConfigError if it cannot be written, or if they may not take the memory that they need.
+        """
         ...
 
     def keep(self, matrices: Mapping[str, Any]) -> None:
@@ -100,10 +107,11 @@ class Backend(Protocol):
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True,
+        copy: bool = True, memory: WeightMemory | None = None,
     ) -> WeightStore | None:  # fmt: skip
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 
-        `num_bytes`: of all weights. `copy`: what is kept is read into memory; else it is mapped.
+        `num_bytes`: of all weights. `copy`: what is kept is read into memory; else it is mapped. `memory`: it is read
+        while it is used.
         """
         ...

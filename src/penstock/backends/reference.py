@@ -10,7 +10,7 @@ from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
-from penstock.core.held_weights import HeldWeights
+from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward
@@ -74,7 +74,7 @@ class ReferenceBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True,
+        copy: bool = True, memory: WeightMemory | None = None,
     ) -> None:  # fmt: skip
         return None
 

@@ -175,7 +175,8 @@ def _stored_weights(console: Console, machine: Machine) -> None:
         "Weights stored as codes: --activation-quantization int8, the default, rounds activations to 8 bits with a "
         f"scale per {blocks} inputs, as their groups allow. Packed once, they are kept in {store.folder} "
         f"({gib(store.num_bytes())} now). --packed-weights auto copies those of up to "
-        f"{gib(most_copied(machine))} into memory now, and maps larger ones.",
+        f"{gib(most_copied(machine))} into memory now, and maps larger ones. --weight-memory-bytes "
+        "keeps so many in memory, and reads the other layers from there in every step.",
         highlight=False, markup=False,
     )  # fmt: skip
 

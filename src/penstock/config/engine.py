@@ -285,9 +285,19 @@ class ExecutionConfig(Section):
     )
     packed_weights: str = setting(
         "auto",
-        "Where weights are that an earlier start has packed. copied: in huge pages, which are quicker to read. mapped: "
-        "in the file, whose pages the system may give back and processes share. auto: copied, unless memory is short.",
-        choices=("auto", "copied", "mapped"),
+        "Where weights are that an earlier start has packed. copied: in huge pages, quicker to read. mapped: in the "
+        "file, which processes share. streamed: copied layer by layer, while steps run already. auto: copied, or "
+        "mapped if memory is short.",
+        choices=("auto", "copied", "mapped", "streamed"),
+    )
+    weight_memory_bytes: int | None = setting(
+        None,
+        "Bytes of packed weights in memory at a time, at most: the other layers are read from the disk in every step, "
+        "while those before them compute. For models that memory does not hold. By default all are there.",
+        minimum=1,
+    )
+    weight_prefetch: int = setting(
+        1, "Layers that are on their way from the disk while one computes, with weight_memory_bytes.", minimum=0
     )
     attention_backend: str = setting(
         "ref",
@@ -364,6 +374,13 @@ class EngineConfig:
                 f"num_gpu_blocks_override: {cache.num_gpu_blocks_override} contradicts kv_cache_memory_bytes "
                 f"{cache.kv_cache_memory_bytes}: both set the size of the KV memory; give only one of them",
                 field="num_gpu_blocks_override",
+            )
+        where = self.execution.packed_weights
+        if self.execution.weight_memory_bytes is not None and where not in ("auto", "streamed"):
+            raise ConfigError(
+                f"weight_memory_bytes: layers are read from the disk, and packed_weights {where} has all of them in "
+                "memory; leave packed_weights away",
+                field="weight_memory_bytes",
             )
 
     @property

@@ -59,6 +59,7 @@ ALIASES: dict[str, SameName] = {
     "random_seed": SameName("seed"),
     "served_model_names": SameName("served_model_name"),
     # llama.cpp: `-c` is what its slots share, which is what one conversation gets with its usual single slot.
+    "offload_prefetch_step": SameName("weight_prefetch"),
     "hf_repo": SameName("model", ("-hf", "-hfr")),
     "ctx_size": SameName("max_model_len", ("-c",), unset=(0,)),
     "n_ctx": SameName("max_model_len", unset=(0,)),
@@ -176,7 +177,12 @@ _add("models are kept where HF_HOME says; set that environment variable", "downl
 _add("no bytes leave this machine unasked; there is nothing to switch off", "usage_stats", "off")
 
 # --- happens anyway, or is chosen by looking
-_add("weights already live in main memory; leave it away", "cpu_offload_gb", 0, 0.0)
+_add("weight_memory_bytes says how many bytes of weights stay in memory; the other layers come from the disk",
+     "cpu_offload_gb", 0, 0.0)  # fmt: skip
+_add("weight_memory_bytes says how many bytes of weights stay in memory", "offload_group_size "
+     "offload_num_in_group", -1, 0, 1)  # fmt: skip
+_add("weight_memory_bytes and kv_cache_memory_bytes share memory out; layers that do not fit come from the disk",
+     "percent")  # fmt: skip
 _add("cached tokens are always in usage; leave it away", "enable_prompt_tokens_details enable_cache_report", True,
      switch=True)  # fmt: skip
 _add("streams carry usage when stream_options asks for it; leave it away", "enable_force_include_usage", False,

@@ -205,6 +205,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     found is not what was stored, and what rows read of their pages is void. Nearly always none."""
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
     chosen: tuple[int, int] = (0, 0)  # tokens of kv heads that were read by choice, and that were there
-    misses: dict[str, int] = {}
-    """Blocks of tiers outside that could not be read, by tier and reason ("remote:slow"). Nearly always none."""
+    misses: dict[str, int] = {}  # blocks of tiers outside that could not be read, by tier and reason ("remote:slow")
     read: dict[int, tuple[int, float, float]] = {}  # by tier; see `BlockFiles.took`
+    weights: tuple[int, float] = (0, 0.0)  # bytes of weights that were read meanwhile, and seconds of waiting for them

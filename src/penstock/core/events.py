@@ -87,6 +87,9 @@ class EngineStats:
     num_chosen_tokens: int = 0
     """Tokens of a layer's kv head that were read because they were chosen; `num_choosable_tokens`: that were there."""
     num_choosable_tokens: int = 0
+    num_weight_bytes: int = 0
+    """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
+    weight_wait_s: float = 0.0
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0
@@ -105,11 +108,13 @@ class EngineStats:
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 
-    def ran(self, late: int, chosen: int, choosable: int) -> None:
-        """A step: `num_late` and `chosen` of its `StepOutput`."""
+    def ran(self, late: int, chosen: int, choosable: int, weights: int, waited_s: float) -> None:
+        """A step: `num_late`, `chosen` and `weights` of its `StepOutput`."""
         self.num_late_compilations += late
         self.num_chosen_tokens += chosen
         self.num_choosable_tokens += choosable
+        self.num_weight_bytes += weights
+        self.weight_wait_s += waited_s
 
     def counters(self) -> dict[str, float]:
         """All of them as flat numbers; `accepted_at` as num_accepted_at_0, num_accepted_at_1, ..."""

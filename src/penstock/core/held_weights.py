@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +13,14 @@ from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.matrix_format import MatrixFormat, plain, row_matrices
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.panels import panels_of
+
+
+class WeightMemory(NamedTuple):
+    """Packed weights are read while they are used. `limit`: bytes of them that are in memory at a time, at most; None:
+    all may be. `prefetch`: layers that come while one computes."""
+
+    limit: int | None = None
+    prefetch: int = 1
 
 
 class HeldWeights(msgspec.Struct, frozen=True):

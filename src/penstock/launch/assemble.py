@@ -52,13 +52,14 @@ def assemble(
     *,
     drafter: Drafter | None = None,
     loaded_drafts: Sequence[LoadedDraft] = (),
+    packed: WeightStore | None = None,
     **engine: Any,
 ) -> EngineCore:
     """The engine over a model whose weights are in memory (tests, tools); `build.start` takes one from disk.
 
-    `draft models`: the draft models of `plan.drafts`, in that order. Else as `connect`.
+    `draft models`: the draft models of `plan.drafts`, in that order. `packed`: see `model_parts`. Else as `connect`.
     """
-    parts = model_parts(config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter)
+    parts = model_parts(config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter, packed=packed)
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -147,6 +148,8 @@ def model_parts(
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
     backend = backend or backend_of(config)
     model = model_of(config, spec, weights, plan)
+    if packed is not None:
+        packed.prepare(model.graph)
     forward = model.on(
         backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
         rank_groups=plan.groups, matrices=None if packed is None else packed.matrices,

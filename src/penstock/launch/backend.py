@@ -12,9 +12,11 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
+from penstock.core.held_weights import WeightMemory
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
+from penstock.launch.selection import keeping_of
 from penstock.plan.devices import Device
 from penstock.plan.memory import gib
 from penstock.plan.probe import probe
@@ -91,12 +93,24 @@ def backend_of(config: EngineConfig) -> Backend:
 
 
 def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> WeightStore | None:
-    """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker."""
+    """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker, or where
+    other matrices are made of them than of the model by itself."""
+    keeping = keeping_of(config)
+    if keeping is not None and keeping.ahead:
+        return None
     files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
     return backend.store(
         files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes,
-        copy=plan.packed_weights == "copied",
+        copy=plan.packed_weights == "copied", memory=weight_memory(config),
     )  # fmt: skip
+
+
+def weight_memory(config: EngineConfig) -> WeightMemory | None:
+    """None: packed weights are in memory, or mapped, before the first step."""
+    run = config.execution
+    if run.weight_memory_bytes is None and run.packed_weights != "streamed":
+        return None
+    return WeightMemory(run.weight_memory_bytes, run.weight_prefetch)
 
 
 def packed_decision(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> Decision:

@@ -89,6 +89,7 @@ def build_rank(
     backend = backend_of(config)
     packed = packed_weights(config, checkpoint, plan, backend)
     skip = packed.names() if packed is not None else ()
+    was_packed = packed is not None and packed.matrices is not None
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
     release_pages(weights)
     parts = model_parts(
@@ -107,7 +108,7 @@ def build_rank(
     )
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
     if packed is not None:
-        rank.packed_file = "made" if packed.matrices is None else "read"
+        rank.packed_file = "read" if was_packed else "made"
     release_pages(weights)
     return rank
 

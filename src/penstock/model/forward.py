@@ -119,6 +119,16 @@ class ChoosingForward(Forward, Protocol):
         ...
 
 
+@runtime_checkable
+class StreamingForward(Forward, Protocol):
+    """A model whose weights may come while it runs."""
+
+    @property
+    def weights_read(self) -> tuple[int, float] | None:
+        """Bytes since it was made, and seconds for which runs have waited for them; None: they never come again."""
+        ...
+
+
 class StepLimits(NamedTuple):
     """What a rank may be asked to run: rows and tokens of a step, blocks of the first groups, and trees of drafts."""
 

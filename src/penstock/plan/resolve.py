@@ -35,6 +35,7 @@ from penstock.plan.weights import (
     copies_packed,
     held_by,
     hold_weights,
+    resident_bytes,
     weight_decisions,
 )
 
@@ -108,7 +109,8 @@ def resolve(
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     held = held_by(config, spec, dtype, stored, traits)
     weight_bytes = held.num_bytes(spec)
-    check_weights(weight_bytes, held, spec, machine)
+    in_memory = resident_bytes(config, weight_bytes, traits, keeping)
+    check_weights(in_memory, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))
     packed_weights = copies_packed(config, weight_bytes, machine)
     if traits.quantizes:
@@ -134,7 +136,7 @@ def resolve(
     )
     decisions.extend(why_drafts)
     check_layerkv(config, groups, len(spec.layers))
-    all_weights = check_draft_weights(weight_bytes, planned, machine)
+    all_weights = check_draft_weights(in_memory, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)
     sizes = sizes_of(config, groups, step_tokens, keeping)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
@@ -72,6 +74,10 @@ def held_by(
 def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> Decision:
     """Whether weights that were packed before are read into memory ("copied"), or mapped."""
     given, available = config.execution.packed_weights, machine.available_bytes
+    most = config.execution.weight_memory_bytes
+    if most is not None:
+        why = f"at most {gib(most)} of {gib(weight_bytes)} are in memory; the other layers are read in every step"
+        return Decision("packed_weights", "streamed", why)
     if given != "auto":
         return Decision("packed_weights", given, "as given")
     if weight_bytes <= most_copied(machine):
@@ -81,6 +87,20 @@ def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> 
         "system can give pages of a file back"
     )
     return Decision("packed_weights", "mapped", why)
+
+
+def resident_bytes(config: EngineConfig, weight_bytes: int, traits: BackendTraits, keeping: Keeping | None) -> int:
+    """Of `weight_bytes`, what is in memory at a time. Raises ConfigError if all of them have to be there."""
+    most = config.execution.weight_memory_bytes
+    if most is not None or config.execution.packed_weights == "streamed":
+        name, why = "packed_weights" if most is None else "weight_memory_bytes", None
+        if not traits.quantizes:
+            why = f"only native kernels compute while weights are read, and ops is {config.execution.ops}; use native"
+        elif keeping is not None and keeping.ahead:
+            why = f"{keeping.config.method} tries a layer's weights in the layer before it; use another kv_selector"
+        if why is not None:
+            raise ConfigError(f"{name}: {why}, or leave it away", field=name)
+    return weight_bytes if most is None else min(most, weight_bytes)
 
 
 def most_copied(machine: Machine) -> int:

@@ -25,6 +25,7 @@ from penstock.model.forward import (
     ObservedForward,
     PoolingForward,
     ResidentForward,
+    StreamingForward,
     WarmedForward,
     WatchedForward,
 )
@@ -135,6 +136,9 @@ class Runner:
             forward if keeping is not None and keeping.ahead and isinstance(forward, ChoosingForward) else None
         )
         self._chosen = (0, 0)
+        comes = isinstance(forward, StreamingForward) and forward.weights_read is not None
+        self._streaming = forward if comes and isinstance(forward, StreamingForward) else None
+        self._weights: tuple[int, float] = (0, 0.0)
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
@@ -216,6 +220,9 @@ class Runner:
         if self._choosing is not None:
             had, self._chosen = self._chosen, self._choosing.tokens_read
             result = replaced(result, chosen=(self._chosen[0] - had[0], self._chosen[1] - had[1]))
+        if self._streaming is not None:
+            (num_bytes, waited_s), self._weights = self._weights, self._streaming.weights_read or self._weights
+            result = replaced(result, weights=(self._weights[0] - num_bytes, self._weights[1] - waited_s))
         return result
 
     def plan(

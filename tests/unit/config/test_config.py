@@ -64,6 +64,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "ops": "auto", "device": "auto",
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
+        "weight_memory_bytes": None, "weight_prefetch": 1,
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "cascade_attention": True,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,

@@ -200,7 +200,7 @@ def hostile(good: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     length = int.from_bytes(good[16:24], "little")
     index = msgspec.json.decode(good[56 : 56 + length])
     change(index)
-    raw = msgspec.json.encode(index)
+    raw = msgspec.json.encode(index).ljust(length)
     start = -(-(56 + length) // PAGE) * PAGE
     head = sealed(raw) + raw
     return head + bytes(max(0, start - len(head))) + good[start:]
@@ -244,9 +244,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "one less": lambda i: i["matrices"].pop(),
     "another key": lambda i: i.update(key=OTHER),
     "file bytes": lambda i: i.update(file_bytes=i["file_bytes"] + PAGE),
-    "digest": lambda i: i.update(digest="0" * 64), "text": matrix(rows="90"), "unknown": matrix(more=1),
+    "digest": matrix(digest="0" * 64), "text": matrix(rows="90"), "unknown": matrix(more=1),
     "no matrices": lambda i: i.pop("matrices"), "null": matrix(data=None),
-    "digest of none": lambda i: i.update(digest=""),
+    "digest of none": matrix(digest=""),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from penstock.backends.gpu.graph_plan import graph_decision, planned_bytes, want
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
-from penstock.core.held_weights import HeldWeights
+from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
@@ -167,7 +167,7 @@ class TorchBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True,
+        copy: bool = True, memory: WeightMemory | None = None,
     ) -> None:  # fmt: skip
         return None
 

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.native.forward import NativeForward
+from penstock.backends.native.forward import NativeForward, packed_one_by_one
 from penstock.backends.native.obstacle import native_obstacle
-from penstock.backends.native.packed import PackedWeights, weights_key
+from penstock.backends.native.packed import PackedWeights, Runs, weights_key
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
-from penstock.core.held_weights import HeldWeights
+from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.matrix_format import TABLES, parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
@@ -98,14 +98,21 @@ class NativeBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True,
+        copy: bool = True, memory: WeightMemory | None = None,
     ) -> PackedWeights | None:  # fmt: skip
-        if num_bytes < SMALL_BYTES:
+        if num_bytes < SMALL_BYTES and memory is None:
             return None
         store, scheme = PackedStore(), parse_scheme(quantization)
         key = weights_key(files, scheme, held, spec, self.row_bits, store.folder)
         tables = [name for name in TABLES if name not in held.matrices or name in held.beside]
-        return PackedWeights(store, key, tables, copy=copy)
+        if memory is None:
+            return PackedWeights(store, key, tables, copy=copy)
+
+        def packed(graph: Graph) -> Runs:
+            names, matrices = packed_one_by_one(graph, self.pool, scheme, self.row_bits)
+            return names, num_bytes, matrices
+
+        return PackedWeights(store, key, tables, memory=memory, packed=packed)
 
 
 def _library() -> Any:

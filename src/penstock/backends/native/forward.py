@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,16 +16,19 @@ from penstock.backends.native.stacks import StackRun, stack_runs
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.matrix_format import NONE, Scheme, is_kept
-from penstock.model.fuse import PASSES, check_order, fuse
+from penstock.model.fuse import PASSES, Same, check_order, fuse
 from penstock.model.graph import Graph
 from penstock.ops.native.abi import PANEL, Kind, StepArgs
-from penstock.ops.native.matrix import Packed, pack
+from penstock.ops.native.matrix import Packed, matrices_at, pack
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.native.stack import pack_stack
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.stored import StoredMatrix, same_order
 from penstock.weights.load import release_pages
+
+if TYPE_CHECKING:
+    from penstock.ops.native.resident import Course
 
 _RELEASE_BYTES = 128 << 20
 
@@ -48,30 +52,15 @@ class NativeForward:
         are used, whole or in part. `cascade`: see `NativeProgram.share_prefixes`."""
         self.scheme = scheme
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
-        graph = graph.copy()
-        # Rows are prepared once for all matrices side by side, whatever their formats.
-        same = partial(alike_under, scheme)
-        fuse(graph, passes, same=same, together=same_order)
-        check_order(graph)
-        found = matrix_runs(graph, same)
-        runs = {name: StackRun([tuple(run.parts)], run.pair, run.heads) for name, run in found.items()}
+        graph, runs, same = fused_runs(graph, scheme, passes)
         self._rows = {name: [(p.name, p.weight.shape[0]) for p in run.matrices[0]] for name, run in runs.items()}
-        isa = pool.library.pst_isa_name().decode()
         if like is not None:
             matrices = like.matrices | {
-                name: like.part(self._rows[name]) or _packed(pool, scheme, run, row_bits, isa, stacked=False)
+                name: like.part(self._rows[name]) or _packed(pool, scheme, run, row_bits)
                 for name, run in runs.items() if name not in like.matrices
             }  # fmt: skip
         if matrices is None:
-            matrices, num_bytes = {}, 0
-            stacks = stack_runs(graph, same)
-            for name, run in (runs | stacks).items():
-                matrices[name] = _packed(pool, scheme, run, row_bits, isa, stacked=name in stacks)
-                num_bytes += matrices[name].num_bytes
-                if num_bytes > _RELEASE_BYTES:
-                    # What is packed would be in memory twice otherwise, as long as files are mapped.
-                    release_pages({part.name: part.weight for part in run.parts})
-                    num_bytes = 0
+            matrices = dict(packed_runs(runs | stack_runs(graph, same), pool, scheme, row_bits))
         self.matrices: dict[str, Packed] = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
         self._pool, self._cascade = pool, cascade
@@ -81,6 +70,10 @@ class NativeForward:
         self._end = len(self._code.ops)
         self.num_layers = len(self._code.bounds) - 1
         self._pause: Callable[[int], None] | None = None
+        read = stretches(self._code)
+        home = next((m.home for stretch in read for m in stretch if m.home is not None), None)
+        self._course: Course | None = None if home is None else home.owner.course(read)
+        self._resident = None if self._course is None else self._course.resident
         self._best, self._finite = memoryview(b""), bytearray()
         """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
         self._memory = StepMemory(len(groups))
@@ -95,6 +88,11 @@ class NativeForward:
         """See `model.forward.ChoosingForward`."""
         read, seen = self._code.tokens_read.tolist()
         return read, seen
+
+    @property
+    def weights_read(self) -> tuple[int, float] | None:
+        """See `model.forward.StreamingForward`."""
+        return None if self._resident is None else (self._resident.num_read, self._resident.stalled_s)
 
     def describe(self) -> list[str]:
         """The program for people, a line per operation."""
@@ -114,12 +112,20 @@ class NativeForward:
     def _run(self, native: NativeProgram, args: StepArgs, end: int | None = None) -> None:
         """From the first operation on."""
         first = 0
-        if self._pause is not None:
+        if self._pause is not None or self._course is not None:
+            self._enter(0)
             for n, bound in enumerate(self._code.bounds):
                 native.run(args, first, bound)
-                self._pause(n)
+                self._enter(n + 1)
+                if self._pause is not None:
+                    self._pause(n)
                 first = bound
         native.run(args, first, end)
+
+    def _enter(self, k: int) -> None:
+        """The weights of a stretch must be in memory from now on, those of the one before need not."""
+        if self._course is not None and not self._course.enter(k):
+            self._course = None
 
     def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | F32:
         """See `model.forward.GreedyForward`."""
@@ -172,6 +178,7 @@ class NativeForward:
         native.values(self._code.hidden, count)[:] = hidden
         # The head looks at nothing of a step but the number of its rows.
         plan = StepPlan(rows, rows, np.array([0, count], np.int32), np.array([count], np.int32), rows, ())
+        self._enter(len(self._code.bounds))
         native.run(self._memory.args(plan, rows), self._code.head, self._end)
         return native.values(self._code.logits, count)
 
@@ -198,17 +205,65 @@ class NativeForward:
         return self._native
 
 
-def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int, isa: str, *, stacked: bool) -> Packed:
+def stretches(code: Emitted) -> list[list[Packed]]:
+    """The matrices that are read before the first layer, in each layer, and behind the last."""
+    ends = [0, *code.bounds, len(code.ops)]
+    return [
+        [m for op in code.ops[first:last] for p in op.pointers for m in matrices_at(p)]
+        for first, last in pairwise(ends)
+    ]  # fmt: skip
+
+
+def fused_runs(
+    graph: Graph, scheme: Scheme, passes: Collection[str] = PASSES
+) -> tuple[Graph, dict[str, StackRun], Same]:
+    """A fused copy of the graph, the matrices of its products, and which weights may share one."""
+    graph = graph.copy()
+    # Rows are prepared once for all matrices side by side, whatever their formats.
+    same = partial(alike_under, scheme)
+    fuse(graph, passes, same=same, together=same_order)
+    check_order(graph)
+    found = matrix_runs(graph, same)
+    runs = {name: StackRun([tuple(run.parts)], run.pair, run.heads, stacked=False) for name, run in found.items()}
+    return graph, runs, same
+
+
+def packed_one_by_one(
+    graph: Graph, pool: Pool, scheme: Scheme, row_bits: int
+) -> tuple[list[str], Iterator[tuple[str, Packed]]]:
+    """The names of all matrices and stacks of a model, and each of them, packed when it is asked for."""
+    graph, runs, same = fused_runs(graph, scheme)
+    runs |= stack_runs(graph, same)
+    return list(runs), packed_runs(runs, pool, scheme, row_bits)
+
+
+def packed_runs(
+    runs: Mapping[str, StackRun], pool: Pool, scheme: Scheme, row_bits: int
+) -> Iterator[tuple[str, Packed]]:
+    """One matrix or stack after the other."""
+    num_bytes = 0
+    for name, run in runs.items():
+        found = _packed(pool, scheme, run, row_bits)
+        num_bytes += found.num_bytes
+        yield name, found
+        if num_bytes > _RELEASE_BYTES:
+            # What is packed would be in memory twice otherwise, as long as files are mapped.
+            release_pages({part.name: part.weight for part in run.parts})
+            num_bytes = 0
+
+
+def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int) -> Packed:
     weights = [[part.weight for part in parts] for parts in run.matrices]
     biases = [[part.bias for part in parts] for parts in run.matrices]
     # All matrices of a stack are packed as one that has to become values, if one has.
     uneven = (w[0] for w in weights if isinstance(w[0], StoredMatrix) and not has_even_groups(w[0]))
     model = next(uneven, weights[0][0])
     kept = any(is_kept(part.name) for part in run.parts)
+    isa = pool.library.pst_isa_name().decode()
     how = packing(NONE if run.heads else scheme, model, isa, row_bits, kept=kept)
     more: dict[str, Any] = {"pair": run.pair, "panels": how.panels, "as_stored": how.as_stored}
     more["num_threads"] = pool.num_threads
-    if stacked:
+    if run.stacked:
         return pack_stack(pool.library, weights, how.format, how.act, biases=biases, **more)
     if run.heads:
         more["heads"], weights[0] = run.heads, [w.reshape(-1, w.shape[-1]) for w in weights[0]]

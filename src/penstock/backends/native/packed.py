@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from penstock.backends.native.obstacle import native_matrices
-from penstock.core.held_weights import HeldWeights
+from penstock.base.errors import ConfigError
+from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.matrix_format import Scheme
 from penstock.core.model_spec import ModelSpec
+from penstock.model.graph import Graph
 from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 
+Runs = tuple[Sequence[str], int, Iterable[tuple[str, Packed]]]
+"""Names of matrices, about how many bytes they take, and the matrices, each packed when it is asked for."""
+
 
 class PackedWeights:
     """The packed weights of one model, kept on disk from the first start to the next under a `weights_key`."""
 
-    def __init__(self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True) -> None:
-        """`tables`: looked up in their own type, whatever is packed of them; `copy`: see `PackedStore.load`."""
+    def __init__(
+        self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True,
+        memory: WeightMemory | None = None, packed: Callable[[Graph], Runs] | None = None,
+    ) -> None:  # fmt: skip
+        """`tables`: looked up in their own type, whatever is packed of them; `copy`: see `PackedStore.load`. `memory`:
+        see `Backend.store`; then `packed` packs a graph's matrices one after the other."""
         self._store, self._key, self._tables, self._copy = store, key, frozenset(tables), copy
+        self._memory, self._packed = memory, packed
         self.path = store.path(key)
 
     @cached_property
     def matrices(self) -> Mapping[str, Packed] | None:
         """See `backends.backend.WeightStore`."""
-        return self._store.load(self._key, copy=self._copy)
+        if self._memory is None:
+            return self._store.load(self._key, copy=self._copy)
+        found = self._store.open(self._key, self._memory.limit, self._memory.prefetch)
+        return None if found is None else found.matrices
 
     def names(self) -> frozenset[str]:
         """The weights that are in it, and need not be loaded."""
         return frozenset(n for name in self.matrices or () for n in name.split()) - self._tables
 
+    def prepare(self, graph: Graph) -> None:
+        """See `backends.backend.WeightStore`."""
+        if self._packed is None or self.matrices is not None:
+            return
+        names, num_bytes, matrices = self._packed(graph)
+        if not self._store.save_each(self._key, matrices, names, num_bytes):
+            raise ConfigError(
+                f"weight_memory_bytes: weights are read from {self.path}, and it could not be written (the log says "
+                "why); make room, or name another folder in PENSTOCK_CACHE",
+                field="weight_memory_bytes",
+            )
+        del self.matrices
+
     def keep(self, matrices: Mapping[str, Packed]) -> None:
         """For the next start; a warning in the log if the disk does not take it."""
-        if self.matrices is None:
+        if self._memory is None and self.matrices is None:
             self._store.save(self._key, matrices)
 
 

@@ -12,11 +12,13 @@ from penstock.ops.ref.experts import ExpertWeights
 
 
 class StackRun(NamedTuple):
-    """Experts that follow each other: of each the parts of one matrix, two if `pair`. `heads`: see `matrix.pack`."""
+    """Experts that follow each other: of each the parts of one matrix, two if `pair`. `heads`: see `matrix.pack`.
+    `stacked`: False for the one matrix of a product."""
 
     matrices: list[tuple[Part, ...]]
     pair: bool
     heads: int = 0
+    stacked: bool = True
 
     @property
     def name(self) -> str:

@@ -79,6 +79,8 @@ LABELS: dict[str, Label] = {
     "long_prefill_token_threshold": _SYSTEM,
     "threads": _SYSTEM,
     "packed_weights": _SYSTEM,
+    "weight_memory_bytes": _SYSTEM,
+    "weight_prefetch": _SYSTEM,
     "executor": _SYSTEM,
     "depth": _SYSTEM,
 }

@@ -49,7 +49,10 @@ class Packed:
         bias: [padded N], of a stack one behind the other.
         order: [K], which component of a row each input of the panels is, or None: they are in their order. Of a stack
             one behind the other.
+        home: what has to be in memory while it is read (`resident.Segment`); None: it always is.
     """
+
+    home: Any = None
 
     def __init__(
         self, format: Format, act: Act, num_rows: int, num_cols: int, pair: bool, data: Array, bias: F32 | None = None,
@@ -91,17 +94,12 @@ class Packed:
         last = first + -(-num_rows // PANEL) * PANEL
         data = self.data[len(self.data) * first // padded : len(self.data) * last // padded]
         bias = None if self.bias is None else self.bias[first:last]
-        return Packed(
-            Format(m.format),
-            Act(m.act),
-            num_rows,
-            self.num_cols,
-            False,
-            data,
-            bias,
-            panels=self.panels,
+        found = Packed(
+            Format(m.format), Act(m.act), num_rows, self.num_cols, False, data, bias, panels=self.panels,
             order=self.order,
-        )
+        )  # fmt: skip
+        found.home = self.home
+        return found
 
     def values(self, library: Any) -> F32:
         """What the panels of a matrix (of a stack: the first) stand for, [padded N, K], in the order of the panels;
@@ -127,6 +125,13 @@ class Segments:
     @property
     def address(self) -> int:
         return ctypes.addressof(self._structs)
+
+
+def matrices_at(pointer: Any) -> Sequence[Packed]:
+    """Those that a pointer of an operation leads to."""
+    if isinstance(pointer, Segments):
+        return pointer.matrices
+    return (pointer,) if isinstance(pointer, Packed) else ()
 
 
 def order(num_rows: Sequence[int], pair: bool, heads: int = 0) -> npt.NDArray[np.int64]:

@@ -10,18 +10,33 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.base.cache import cache_folder
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
-from penstock.ops.native.packed_format import PAGE, U8, Index, PageSums, UnsoundError, decoded, encoded, matrices_of
+from penstock.ops.native.packed_format import (
+    PAGE,
+    U8,
+    Checked,
+    Growing,
+    Index,
+    UnsoundError,
+    decoded,
+    index_room,
+    matrices_of,
+    page_up,
+)
 from penstock.ops.native.private_folder import PrivateFolder
+
+if TYPE_CHECKING:
+    from penstock.ops.native.resident import ResidentWeights
 
 SUFFIX = ".pst"
 MAX_BYTES = 20 << 30
@@ -77,13 +92,55 @@ class PackedStore:
                 os.close(fd)
         return None
 
+    def open(self, key: str, limit: int | None, prefetch: int) -> ResidentWeights | None:
+        """As `load`, for weights that are read while they are used. See `ResidentWeights`.
+
+        Raises: ConfigError, for a limit that is too low.
+        """
+        _check_key(key)
+        with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
+            fd = None if folder is None else folder.open_file(key + SUFFIX)
+            if fd is None:
+                return None
+            try:
+                index, _ = _index(fd, key)
+                _touch(fd)
+                from penstock.ops.native.resident import ResidentWeights  # nobody else needs it at the start
+
+                own, fd = fd, None  # which it closes
+                return ResidentWeights(
+                    own, index, limit, prefetch=prefetch, path=self.path(key), damaged=partial(self.forget, key)
+                )  # fmt: skip
+            except UnsoundError as error:
+                _log.warning("%s is not used: it %s; the weights are packed again", self.path(key), error)
+            except (OSError, MemoryError) as error:
+                _log.warning("%s cannot be read: %s", self.path(key), error or type(error).__name__)
+            finally:
+                if fd is not None:
+                    os.close(fd)
+        return None
+
+    def forget(self, key: str) -> None:
+        """The next start packs anew."""
+        with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
+            if folder is not None:
+                folder.remove(key + SUFFIX)
+
     def save(self, key: str, matrices: Mapping[str, Packed]) -> bool:
         """Whether it is on the disk now; if not, a warning says why. Replaces what was there under this key.
 
         Raises ValueError for a matrix whose arrays do not fit its format.
         """
+        arrays = [a for m in matrices.values() for a in (m.data, m.bias, m.order) if a is not None]
+        num_bytes = sum(page_up(a.nbytes) for a in arrays)
+        return self.save_each(key, matrices.items(), list(matrices), num_bytes)
+
+    def save_each(self, key: str, matrices: Iterable[tuple[str, Packed]], names: Sequence[str], num_bytes: int) -> bool:
+        """`save` of matrices that come one after the other, and need not be in memory together. `names`: of all;
+        `num_bytes`: about what they take."""
         _check_key(key)
-        num_bytes, parts = encoded(_library(), key, matrices)
+        room = index_room(names)
+        num_bytes += room
         if num_bytes > self.max_bytes:
             _log.warning("packed weights of %d bytes are not kept: the cache holds %d", num_bytes, self.max_bytes)
             return False
@@ -95,7 +152,8 @@ class PackedStore:
                 if folder.free_bytes() < num_bytes + _SPARE_BYTES:
                     _log.warning("packed weights are not kept: %s has too little room on its disk", self.folder)
                     return False
-                folder.write(key + SUFFIX, parts)
+                growing = Growing(_library(), key, room)
+                folder.write(key + SUFFIX, growing.parts(matrices), growing.head)
             except OSError as error:
                 _log.warning("packed weights are not kept: %s: %s", self.folder, error.strerror or error)
                 return False
@@ -147,7 +205,15 @@ def _touch(fd: int) -> None:
 
 def _read(fd: int, key: str, copy: bool) -> dict[str, Packed]:
     """Raises UnsoundError, OSError, MemoryError."""
-    file_bytes = os.fstat(fd).st_size
+    index, start = _index(fd, key)
+    num_bytes = index.file_bytes - start
+    arrays = _copied(fd, start, num_bytes, index) if copy else _mapped(fd, start, num_bytes, index)
+    arrays.flags.writeable = False
+    return matrices_of(index, arrays, start)
+
+
+def _index(fd: int, key: str) -> tuple[Index, int]:
+    """And where its arrays begin. Raises UnsoundError, OSError."""
 
     def exactly(offset: int, num_bytes: int) -> bytes:
         data = os.pread(fd, num_bytes, offset)
@@ -155,11 +221,7 @@ def _read(fd: int, key: str, copy: bool) -> dict[str, Packed]:
             raise UnsoundError("became shorter")
         return data
 
-    index, start = decoded(_library(), os.pread(fd, PAGE, 0), exactly, key, file_bytes)
-    num_bytes = file_bytes - start
-    arrays = _copied(fd, start, num_bytes, index) if copy else _mapped(fd, start, num_bytes, index)
-    arrays.flags.writeable = False
-    return matrices_of(index, arrays, start)
+    return decoded(_library(), os.pread(fd, PAGE, 0), exactly, key, os.fstat(fd).st_size)
 
 
 def huge_pages(num_bytes: int) -> U8:
@@ -177,7 +239,7 @@ def huge_pages(num_bytes: int) -> U8:
 
 def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
     out = huge_pages(num_bytes)
-    sums = PageSums()
+    checked = Checked(index)
     parts = [(at, out[at : at + _PART_BYTES]) for at in range(0, num_bytes, _PART_BYTES)]
     # Fresh memory is slow to get on some hosts; threads wait for it together, and the sums are made meanwhile.
     with ThreadPoolExecutor(_READERS) as readers:
@@ -185,11 +247,10 @@ def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
         try:
             for filled, part in filling:
                 filled.result()
-                sums.add(part)
+                checked.add(part)
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
-    _compare(sums, index)
     return out
 
 
@@ -206,13 +267,7 @@ def _mapped(fd: int, start: int, num_bytes: int, index: Index) -> U8:
     # The whole file: a mapping cannot be empty, and its offset would have to suit the system's pages.
     whole = np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
     arrays = whole[start : start + num_bytes]
-    sums = PageSums()
+    checked = Checked(index)
     for at in range(0, num_bytes, _PART_BYTES):
-        sums.add(arrays[at : at + _PART_BYTES])
-    _compare(sums, index)
+        checked.add(arrays[at : at + _PART_BYTES])
     return arrays
-
-
-def _compare(sums: PageSums, index: Index) -> None:
-    if sums.hex() != index.digest:
-        raise UnsoundError("has damaged content")

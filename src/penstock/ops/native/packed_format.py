@@ -5,18 +5,18 @@ the index), the index (JSON), then the arrays, each from a multiple of 4,096 byt
 index is believed: offsets and sizes have to be exactly those that the library needs for its matrices, one after the
 other to the file's end, so no pointer can lead out of it.
 
-**Is the content right?** Every load checks it: the sum of each page of 4,096 bytes (as 512 words of 64 bits, modulo
-2^64), and a SHA-256 over these sums. That finds flipped bits, zeroed or stale sectors, pages in another order; what it
-does not find are words that change places inside one page, and changes that somebody makes on purpose: the folder is
-the user's, who can change the model as well. It is chosen for its price. On one core (Zen 5, 64 MB, numpy 2) page sums
-pass 25 GB/s, zlib's CRC-32 5.7, SHA-256 1.8, BLAKE2b 1.0, and a plain copy 8: checking costs less than reading, so
-there is no reason to trust a time stamp instead.
+**Is the content right?** Every load checks it, matrix by matrix: the sum of each page of 4,096 bytes (as 512 words of
+64 bits, modulo 2^64), and a SHA-256 over these sums. That finds flipped bits, zeroed or stale sectors, pages in another
+order; what it does not find are words that change places inside one page, and changes that somebody makes on purpose:
+the folder is the user's, who can change the model as well. It is chosen for its price. On one core (Zen 5, 64 MB, numpy
+2) page sums pass 25 GB/s, zlib's CRC-32 5.7, SHA-256 1.8, BLAKE2b 1.0, and a plain copy 8: checking costs less than
+reading, so there is no reason to trust a time stamp instead.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from math import isfinite
 from typing import Any
@@ -31,11 +31,12 @@ from penstock.ops.native.matrix import Packed, described
 
 U8 = npt.NDArray[np.uint8]
 MAGIC = b"PSTPACK\n"
-VERSION = 3
+VERSION = 4
 PAGE = 4096
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIQ32s")
 _COUNTED = _HEAD.size - 32
+_ENTRY_BYTES = 1500  # of an index, beside the name and a factor for each part of it
 _MOST = 2**31 - 1
 _MOST_STACKED = 1 << 16
 _FLOAT_ACTS = {Format.F32: (Act.F32,), Format.F16: (Act.F32,), Format.BF16: (Act.F32, Act.BF16)}
@@ -52,7 +53,8 @@ class UnsoundError(ValueError):
 
 
 class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One matrix or stack: what `ops.native.matrix.Packed` takes, with spans in place of arrays."""
+    """One matrix or stack: what `ops.native.matrix.Packed` takes, with spans in place of arrays. `digest`: of the pages
+    of its arrays, in hex."""
 
     name: str
     format: int
@@ -64,16 +66,22 @@ class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Span
     bias: Span | None
     order: Span | None
+    digest: str
     count: int = 1
     factors: tuple[float, ...] = ()
 
+    @property
+    def span(self) -> Span:
+        """Its arrays and the zeros between and behind them: whole pages."""
+        spans = [span for span in (self.data, self.bias, self.order) if span is not None]
+        return self.data[0], sum(page_up(num_bytes) for _, num_bytes in spans)
+
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`file_bytes` counts all; `digest` is that of the pages from the first array on, in hex."""
+    """`file_bytes` counts all."""
 
     key: str
     file_bytes: int
-    digest: str
     matrices: list[PackedEntry]
 
 
@@ -122,8 +130,14 @@ def _check_panels(p: Panels) -> None:
         raise UnsoundError(f"has a matrix as {p}, which no format has")
 
 
-def _page_up(num_bytes: int) -> int:
+def page_up(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
+
+
+def page_sums(pages: U8) -> bytes:
+    """The sum of each of these whole pages: 8 bytes for each."""
+    sums: npt.NDArray[np.uint64] = np.add.reduce(pages.view("<u8").reshape(-1, PAGE // 8), axis=1)
+    return sums.tobytes()
 
 
 class PageSums:
@@ -142,7 +156,11 @@ class PageSums:
             self._pages(last)
 
     def _pages(self, pages: U8) -> None:
-        self._hash.update(np.add.reduce(pages.view("<u8").reshape(-1, PAGE // 8), axis=1).tobytes())
+        self.summed(page_sums(pages))
+
+    def summed(self, sums: bytes) -> None:
+        """As `add` of pages that have these `page_sums`."""
+        self._hash.update(sums)
 
     def hex(self) -> str:
         return self._hash.hexdigest()
@@ -163,51 +181,56 @@ def _check_arrays(library: Any, m: Packed, arrays: list[U8 | None]) -> None:
         raise ValueError(f"a matrix with arrays of {sizes} bytes where its format has {list(wanted)}")
 
 
-def encoded(library: Any, key: str, matrices: Mapping[str, Packed]) -> tuple[int, Iterator[memoryview | bytes]]:
-    """Bytes of the file, and its parts in order. Raises ValueError for a matrix whose arrays do not fit its format."""
-    arrays = {name: _arrays(m) for name, m in matrices.items()}
+def digest_of(library: Any, m: Packed, arrays: list[U8 | None]) -> str:
+    """Of what `_arrays` gives. Raises ValueError for arrays that do not fit the matrix's format."""
+    _check_arrays(library, m, arrays)
     sums = PageSums()
-    for name, of_matrix in arrays.items():
-        _check_arrays(library, matrices[name], of_matrix)
-        for array in of_matrix:
-            if array is not None:
-                sums.add(array)
-    digest = sums.hex()
-    # Where the arrays begin depends on the length of the index, which depends on the digits of where they begin.
-    start = PAGE
-    while True:
-        index, end = _laid_out(key, digest, matrices, arrays, start)
-        if _page_up(_HEAD.size + len(index)) <= start:
-            return end, _parts(index, start, arrays)
-        start = _page_up(_HEAD.size + len(index))
+    for array in arrays:
+        if array is not None:
+            sums.add(array)
+    return sums.hex()
 
 
-def _laid_out(
-    key: str, digest: str, matrices: Mapping[str, Packed], arrays: Mapping[str, list[U8 | None]], start: int
-) -> tuple[bytes, int]:
-    """The index, if arrays begin at `start`, and where the file ends."""
-    entries, at = [], start
-    for name, m in matrices.items():
-        spans: list[Span | None] = []
-        for array in arrays[name]:
-            spans.append(None if array is None else (at, array.nbytes))
-            at += 0 if array is None else _page_up(array.nbytes)
-        data, bias, order = spans
-        assert data is not None
-        s = m.struct
-        shape = (s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels)
-        entries.append(PackedEntry(name, *shape, data, bias, order, m.count, m.factors))
-    return msgspec.json.encode(Index(key, at, digest, entries)), at
+def index_room(names: Sequence[str]) -> int:
+    """Bytes that are set aside in front of the arrays of matrices of these names, whatever else their index says."""
+    return page_up(_HEAD.size + sum(_ENTRY_BYTES + 4 * len(name.encode()) for name in names))
 
 
-def _parts(index: bytes, start: int, arrays: Mapping[str, list[U8 | None]]) -> Iterator[memoryview | bytes]:
-    head = sealed(index)
-    yield head + index + bytes(start - len(head) - len(index))
-    for of_matrix in arrays.values():
-        for array in of_matrix:
-            if array is not None:
-                yield array.data
-                yield bytes(_page_up(array.nbytes) - array.nbytes)
+class Growing:
+    """A file whose matrices come one after the other: its `parts`, and then its `head`, which lies in front of them.
+
+    `room`: bytes for the head, of `index_room`.
+    """
+
+    def __init__(self, library: Any, key: str, room: int) -> None:
+        self._library, self._key, self._room, self._at = library, key, room, room
+        self._entries: list[PackedEntry] = []
+
+    def parts(self, matrices: Iterable[tuple[str, Packed]]) -> Iterator[memoryview | bytes]:
+        """Of the file, in order, the place of the head first. Raises ValueError for a matrix whose arrays do not fit
+        its format."""
+        yield bytes(self._room)
+        for name, m in matrices:
+            arrays = _arrays(m)
+            digest, spans = digest_of(self._library, m, arrays), list[Span | None]()
+            for array in arrays:
+                spans.append(None if array is None else (self._at, array.nbytes))
+                if array is not None:
+                    yield array.data
+                    yield bytes(page_up(array.nbytes) - array.nbytes)
+                    self._at += page_up(array.nbytes)
+            data, bias, order = spans
+            assert data is not None
+            s = m.struct
+            shape = (s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels)
+            self._entries.append(PackedEntry(name, *shape, data, bias, order, digest, m.count, m.factors))
+
+    def head(self) -> bytes:
+        """Filled up with blanks, so that the arrays begin behind it."""
+        index = msgspec.json.encode(Index(self._key, self._at, self._entries))
+        assert _HEAD.size + len(index) <= self._room, "an entry has its bytes"
+        index = index.ljust(self._room - _HEAD.size)
+        return sealed(index) + index
 
 
 def sealed(index: bytes, version: int = VERSION, abi: int = ABI) -> bytes:
@@ -239,7 +262,7 @@ def decoded(library: Any, head: bytes, read: Any, key: str, file_bytes: int) -> 
         raise UnsoundError("is that of another key")
     if index.file_bytes != file_bytes:
         raise UnsoundError(f"has {file_bytes} bytes where {index.file_bytes} were written")
-    start = max(PAGE, _page_up(_HEAD.size + index_bytes))
+    start = max(PAGE, page_up(_HEAD.size + index_bytes))
     if start > file_bytes:
         raise UnsoundError("ends inside its index")
     _check_entries(library, index, start)
@@ -260,9 +283,57 @@ def _check_entries(library: Any, index: Index, start: int) -> None:
                 continue
             if span != (at, needed):
                 raise UnsoundError(f"keeps {e.name!r} where it cannot be")
-            at += _page_up(needed)
+            at += page_up(needed)
     if at != index.file_bytes:
         raise UnsoundError(f"has {index.file_bytes - at} bytes that belong to no matrix")
+
+
+class Checked:
+    """Bytes from the first array of a checked index on, in order, compared with what the index says of them."""
+
+    def __init__(self, index: Index) -> None:
+        self._left = [(entry.span[1], entry) for entry in reversed(index.matrices)]
+        self._sums = PageSums()
+
+    def add(self, part: U8) -> None:
+        """Whole pages. Raises UnsoundError as soon as a matrix is not what it was."""
+        while len(part):
+            num_bytes, entry = self._left.pop()
+            own, part = part[:num_bytes], part[num_bytes:]
+            self._sums.add(own)
+            if len(own) < num_bytes:
+                self._left.append((num_bytes - len(own), entry))
+                return
+            check_digest(entry, self._sums)
+            self._sums = PageSums()
+
+
+def check_digest(entry: PackedEntry, sums: PageSums) -> None:
+    """Raises UnsoundError unless these are the sums of what was written."""
+    if sums.hex() != entry.digest:
+        raise UnsoundError("has damaged content")
+
+
+def check_order(entry: PackedEntry, inputs: npt.NDArray[np.int32] | None) -> None:
+    """Raises UnsoundError for inputs in an order that is none."""
+    if inputs is not None and not 0 <= int(inputs.min()) <= int(inputs.max()) < entry.cols:
+        raise UnsoundError(f"has inputs of {entry.name!r} in an order that is none")
+
+
+def matrix_of(entry: PackedEntry, arrays: U8) -> Packed:
+    """The matrix over `arrays`, the bytes of its `span`; nothing is copied, or looked at."""
+    first = entry.data[0]
+
+    def bytes_of(span: Span | None) -> U8 | None:
+        return None if span is None else arrays[span[0] - first : span[0] - first + span[1]]
+
+    data, bias, order = bytes_of(entry.data), bytes_of(entry.bias), bytes_of(entry.order)
+    assert data is not None
+    return Packed(
+        Format(entry.format), Act(entry.act), entry.rows, entry.cols, entry.pair, data,
+        None if bias is None else bias.view(np.float32), panels=entry.panels,
+        order=None if order is None else order.view(np.int32), count=entry.count, factors=entry.factors,
+    )  # fmt: skip
 
 
 def matrices_of(index: Index, arrays: U8, start: int) -> dict[str, Packed]:
@@ -270,20 +341,9 @@ def matrices_of(index: Index, arrays: U8, start: int) -> dict[str, Packed]:
 
     Raises UnsoundError for inputs in an order that is none.
     """
-
-    def bytes_of(span: Span | None) -> U8 | None:
-        return None if span is None else arrays[span[0] - start : span[0] - start + span[1]]
-
     found = {}
-    for e in index.matrices:
-        data, bias, order = bytes_of(e.data), bytes_of(e.bias), bytes_of(e.order)
-        assert data is not None
-        inputs = None if order is None else order.view(np.int32)
-        if inputs is not None and not 0 <= int(inputs.min()) <= int(inputs.max()) < e.cols:
-            raise UnsoundError(f"has inputs of {e.name!r} in an order that is none")
-        found[e.name] = Packed(
-            Format(e.format), Act(e.act), e.rows, e.cols, e.pair, data,
-            None if bias is None else bias.view(np.float32), panels=e.panels, order=inputs, count=e.count,
-            factors=e.factors,
-        )  # fmt: skip
+    for entry in index.matrices:
+        first, num_bytes = entry.span
+        found[entry.name] = m = matrix_of(entry, arrays[first - start : first - start + num_bytes])
+        check_order(entry, m.order)
     return found

@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -89,8 +89,9 @@ class PrivateFolder:
         os.close(fd)
         return None
 
-    def write(self, name: str, parts: Iterable[memoryview | bytes]) -> None:
-        """A file of these parts, mode 0600: on the disk before it has its name. Raises OSError, and leaves nothing."""
+    def write(self, name: str, parts: Iterable[memoryview | bytes], head: Callable[[], bytes] | None = None) -> None:
+        """A file of these parts, mode 0600: on the disk before it has its name. `head` says, behind the last part, what
+        its first bytes are. Raises OSError, and leaves nothing."""
         temporary = f".{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
@@ -98,6 +99,9 @@ class PrivateFolder:
             try:
                 for part in parts:
                     _write_all(fd, part)
+                if head is not None:
+                    os.lseek(fd, 0, os.SEEK_SET)
+                    _write_all(fd, head())
                 os.fsync(fd)
             finally:
                 os.close(fd)

@@ -77,6 +77,8 @@ _ENGINE_COUNTERS = (
     ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
     ("kv_chosen_tokens", "Tokens of kv heads that were read because a selector chose them.", "num_chosen_tokens", OURS),
     ("kv_choosable_tokens", "Tokens of kv heads that it might have chosen.", "num_choosable_tokens", OURS),
+    ("read_weight_bytes", "Bytes of weights read while steps ran.", "num_weight_bytes", OURS),
+    ("weight_wait_seconds", "Seconds for which steps have waited for weights.", "weight_wait_s", OURS),
     ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
     ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),
     ("evicted_blocks", "Blocks that the prefix cache gave up.", "num_evicted_blocks", OURS),
