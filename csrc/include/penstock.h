@@ -435,6 +435,10 @@ PST_API void pst_program_share(pst_program *program, int32_t shares);
 /* How many keys of a kv head PST_ATTEND has looked up in the runs so far (as many values). */
 PST_API int64_t pst_program_keys_read(const pst_program *program);
 
+/* Between runs: the panels of matrix `index` of p[pointer] of a PST_EXPERTS, operation number `op`, lie at `data` (64-byte aligned)
+ * from now on. Biases and orders stay where they are. What it had may be freed. 0, or -1 if there is no such matrix. */
+PST_API int32_t pst_program_move(pst_program *program, int32_t op, int32_t pointer, int32_t index, const void *data);
+
 /* ---- sampling ------------------------------------------------------------------------------------------------
  *
  * Tokens out of rows of logits [V], in the order of penstock.runner: health, then the first largest, or temperature,

@@ -99,6 +99,14 @@ class Experts final : public Op {
         }
     }
 
+    bool move(int32_t pointer, int32_t index, const void* data) override {
+        if (pointer < 0 || pointer > 2 || (pointer == 1 && !split_) || index < 0 || index >= shape_.num_experts) return false;
+        if (!data || reinterpret_cast<uintptr_t>(data) % 64) return false;
+        Segment& segment = pointer == 2 ? down_[size_t(index)] : up_[size_t(split_ ? 2 * index + pointer : index)];
+        segment.matrix.data = data;
+        return true;
+    }
+
   private:
     // Rows of so many bytes that stay in the second cache.
     static int64_t near(int64_t bytes) {

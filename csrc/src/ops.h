@@ -69,6 +69,10 @@ struct Op {
     virtual void run(Team& team, const Context& context) const = 0;
     // Called while the operation before this one ends, ahead of the barrier: a hint to fetch what `run` reads first.
     virtual void warm(const Team&, const Context&) const {}
+    // Between runs: the panels of matrix `index` of the operation's p[pointer] lie at `data` from now on. False: it has none.
+    virtual bool move(int32_t pointer, int32_t index, const void* data) {
+        return (void)pointer, (void)index, (void)data, false;
+    }
     int64_t shared_bytes = 0;
     int64_t own_bytes = 0;
     bool keeps_state = false;  // which follows one path: it runs no trees

@@ -173,6 +173,11 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
     return 0;
 }
 
+int32_t pst_program_move(pst_program* program, int32_t op, int32_t pointer, int32_t index, const void* data) {
+    if (op < 0 || size_t(op) >= program->ops.size()) return -1;
+    return program->ops[size_t(op)]->move(pointer, index, data) ? 0 : -1;
+}
+
 void pst_program_share(pst_program* program, int32_t shares) { program->shares = shares != 0; }
 
 int64_t pst_program_keys_read(const pst_program* program) {

@@ -75,6 +75,9 @@ class Knobs:
     selector: str = "none"
     kept: str = "25%"
     selector_config: str | None = None
+    expert_bytes: int | None = None  # memory for experts, with ops native
+    expert_eviction: str = "lru"
+    expert_prediction: str = "none"
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -139,6 +142,9 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         kv_rotation=k.kv_rotation,
         schedule_conservativeness=k.conservativeness,
         speculative_config=speculation,
+        expert_memory_bytes=k.expert_bytes,
+        expert_eviction=k.expert_eviction,
+        expert_prediction=k.expert_prediction,
     )
 
 

@@ -194,7 +194,9 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.launch.backend import choose_ops, packed_decision
     from penstock.launch.build import plan_of
     from penstock.launch.hub import local_path
+    from penstock.plan.experts import expert_sizes
     from penstock.plan.flops import num_active_params
+    from penstock.plan.memory import gib
 
     path = config.model.model
     checkpoint = open_model(local_path(path))
@@ -208,3 +210,9 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     )
     rows = ((d.name, str(d.value), d.why) for d in (*plan.decisions, kept))
     console.print(table(("decision", "value", "why"), rows, title=title, left=3, box=True))
+    total, least = expert_sizes(spec, plan.held)
+    if total:
+        console.print(
+            f"Its experts take {gib(total)}: --expert-memory-bytes, {least} at least, leaves others on the disk.",
+            highlight=False,
+        )

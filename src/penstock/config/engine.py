@@ -299,6 +299,22 @@ class ExecutionConfig(Section):
     weight_prefetch: int = setting(
         1, "Layers that are on their way from the disk while one computes, with weight_memory_bytes.", minimum=0
     )
+    expert_memory_bytes: int | None = setting(
+        None,
+        "Memory for the experts of a mixture, with native kernels; the others stay in a file and are read when a "
+        "router chooses them. No token changes. By default all are in memory.",
+        minimum=1,
+    )
+    expert_eviction: str = setting(
+        "lru",
+        "Which expert leaves expert_memory_bytes when another comes. lru: used longest ago. lfu: used least often. "
+        "lifo: who came last. activation: used least lately, and late in the model.",
+    )
+    expert_prediction: str = setting(
+        "none",
+        "Which experts are read before a router asks for them. none. router: the next layer's choice for this layer's "
+        "rows. activations: what like sequences used. trained:FILE: what a predictor says.",
+    )
     attention_backend: str = setting(
         "ref",
         "Which implementation of attention. ref: the backend's own; ref-online: in one pass, by ops ref. Where torch "
@@ -381,6 +397,14 @@ class EngineConfig:
                 f"weight_memory_bytes: layers are read from the disk, and packed_weights {where} has all of them in "
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
+            )
+        if self.execution.expert_memory_bytes is not None and (
+            self.execution.weight_memory_bytes is not None or where == "streamed"
+        ):
+            raise ConfigError(
+                "expert_memory_bytes: experts come one by one as routers choose them, and with weight_memory_bytes or "
+                "packed_weights streamed whole layers do; give only one of them",
+                field="expert_memory_bytes",
             )
 
     @property

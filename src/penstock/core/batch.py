@@ -195,8 +195,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     duration_s: float = 0.0
     pooled: list[Pooled] = []
     ended: list[int] = []  # rows that are complete by their own rules: no token follows, and none is missing
-    grammars: tuple[int, int, int] | None = None
-    """Compile cache of a rank that has used it: hits, misses and bytes."""
+    grammars: tuple[int, int, int] | None = None  # compile cache of a rank that has used it: hits, misses and bytes
     verified: list[Verified] = []
     draft_s: float = 0.0
     selected: list[Selected] = []
@@ -208,3 +207,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     misses: dict[str, int] = {}  # blocks of tiers outside that could not be read, by tier and reason ("remote:slow")
     read: dict[int, tuple[int, float, float]] = {}  # by tier; see `BlockFiles.took`
     weights: tuple[int, float] = (0, 0.0)  # bytes of weights that were read meanwhile, and seconds of waiting for them
+    experts: tuple[float, ...] = ()  # of `core.events.EXPERT_COUNTS`, where experts are not all in memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -58,7 +59,26 @@ MachineNews = PoolGrowth | StoreNews
 
 
 @dataclass
-class EngineStats:
+class ExpertCounts:
+    """Experts that layers asked for, one a step and layer, where they are not all in memory."""
+
+    num_expert_hits: int = 0
+    num_expert_late: int = 0
+    """On their way when they were asked for; `num_expert_misses`: not even that."""
+    num_expert_misses: int = 0
+    num_experts_ahead: int = 0
+    """Fetched before anybody asked; `num_experts_foreseen`: those of them that were asked for then."""
+    num_experts_foreseen: int = 0
+    expert_read_bytes: int = 0
+    expert_stall_s: float = 0.0
+    """Seconds that steps waited for reads."""
+
+
+EXPERT_COUNTS = tuple(f.name for f in fields(ExpertCounts))
+
+
+@dataclass
+class EngineStats(ExpertCounts):
     """Counters since start. Units: tokens, blocks or steps as named."""
 
     num_steps: int = 0
@@ -108,8 +128,12 @@ class EngineStats:
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 
-    def ran(self, late: int, chosen: int, choosable: int, weights: int, waited_s: float) -> None:
-        """A step: `num_late`, `chosen` and `weights` of its `StepOutput`."""
+    def ran(
+        self, late: int, chosen: int, choosable: int, weights: int, waited_s: float, experts: Sequence[float]
+    ) -> None:
+        """A step: `num_late`, `chosen`, `weights` and `experts` of its `StepOutput`."""
+        for name, more in zip(EXPERT_COUNTS, experts, strict=False):
+            setattr(self, name, getattr(self, name) + more)
         self.num_late_compilations += late
         self.num_chosen_tokens += chosen
         self.num_choosable_tokens += choosable

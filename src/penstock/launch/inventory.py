@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.backends import BACKENDS
+from penstock.backends.native.experts import ORDERS, PREDICTORS
 from penstock.base.registry import Registry
 from penstock.compress import CONTEXT_TRANSFORMS
 from penstock.core.kv_codec import KV_CODECS
@@ -48,6 +49,8 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     KV_CODECS,
     STORED_FORMATS,
     HASHES,
+    ORDERS,
+    PREDICTORS,
 )
 
 

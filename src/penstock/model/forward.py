@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -126,6 +126,20 @@ class StreamingForward(Forward, Protocol):
     @property
     def weights_read(self) -> tuple[int, float] | None:
         """Bytes since it was made, and seconds for which runs have waited for them; None: they never come again."""
+        ...
+
+
+@runtime_checkable
+class ExpertForward(Forward, Protocol):
+    """A model whose experts may not all be in memory."""
+
+    @property
+    def expert_counts(self) -> tuple[float, ...]:
+        """Since it was made, as `core.events.EXPERT_COUNTS`; nothing where all of them are in memory."""
+        ...
+
+    def expect_rows(self, rows: Sequence[int], gone: Collection[int]) -> None:
+        """The next run is of these sequences, in this order; those `gone` will not come again. For predictions only."""
         ...
 
 

@@ -22,6 +22,7 @@ from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
+from penstock.plan.experts import experts_in_memory
 from penstock.plan.hidden import hidden_decision
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
@@ -109,6 +110,9 @@ def resolve(
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     held = held_by(config, spec, dtype, stored, traits)
     weight_bytes = held.num_bytes(spec)
+    for away, decision in experts_in_memory(config, spec, held, traits):
+        weight_bytes -= away
+        decisions.extend([decision])
     in_memory = resident_bytes(config, weight_bytes, traits, keeping)
     check_weights(in_memory, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))

@@ -20,6 +20,7 @@ from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter, PromptDrafter
 from penstock.model.forward import (
     ChoosingForward,
+    ExpertForward,
     Forward,
     GreedyForward,
     ObservedForward,
@@ -139,6 +140,8 @@ class Runner:
         comes = isinstance(forward, StreamingForward) and forward.weights_read is not None
         self._streaming = forward if comes and isinstance(forward, StreamingForward) else None
         self._weights: tuple[int, float] = (0, 0.0)
+        self._experts = forward if isinstance(forward, ExpertForward) and forward.expert_counts else None
+        self._expert_counts: tuple[float, ...] = () if self._experts is None else self._experts.expert_counts
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
@@ -223,6 +226,10 @@ class Runner:
         if self._streaming is not None:
             (num_bytes, waited_s), self._weights = self._weights, self._streaming.weights_read or self._weights
             result = replaced(result, weights=(self._weights[0] - num_bytes, self._weights[1] - waited_s))
+        if self._experts is not None:
+            before, self._expert_counts = self._expert_counts, self._experts.expert_counts
+            more = tuple(now - had for now, had in zip(self._expert_counts, before, strict=True))
+            result = replaced(result, experts=more)
         return result
 
     def plan(
@@ -251,6 +258,8 @@ class Runner:
         if not output.scheduled:
             self._moves |= self.storage.ended(LOAD_WAIT_S)  # nobody computes meanwhile
             return output, None
+        if self._experts is not None:
+            self._experts.expect_rows([row.seq_id for row in output.scheduled], output.removed)
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)

@@ -66,7 +66,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "weight_memory_bytes": None, "weight_prefetch": 1,
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
-        "cascade_attention": True,
+        "cascade_attention": True, "expert_memory_bytes": None, "expert_eviction": "lru", "expert_prediction": "none",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
         "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",

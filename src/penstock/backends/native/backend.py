@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.native.forward import NativeForward, packed_one_by_one
 from penstock.backends.native.obstacle import native_obstacle
@@ -27,6 +27,9 @@ from penstock.plan.devices import Device
 from penstock.plan.native_device import native_device
 from penstock.plan.resolve import Plan
 
+if TYPE_CHECKING:
+    from penstock.backends.native.experts.left import LeftExperts
+
 SMALL_BYTES = 64 << 20
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 """kv_cache_dtype that native kernels read and write."""
@@ -38,8 +41,12 @@ class NativeBackend:
 
     name, new_plane = "native", None
 
-    def __init__(self, pool: Pool, row_bits: int = 8, *, cascade: bool = True) -> None:
-        """`row_bits`: see `schemes.packing`. `cascade`: see `NativeProgram.share_prefixes`."""
+    def __init__(
+        self, pool: Pool, row_bits: int = 8, *, cascade: bool = True, leave: LeftExperts | None = None
+    ) -> None:
+        """`row_bits`: see `schemes.packing`. `cascade`: see `NativeProgram.share_prefixes`. `leave`: see
+        `NativeForward`."""
+        self.leave = leave
         self.cascade = cascade
         self.pool = pool
         self.draws = partial(Kernel, pool)
@@ -50,7 +57,15 @@ class NativeBackend:
     def of(cls, config: EngineConfig, num_cores: int) -> NativeBackend:
         row_bits = 8 if config.model.activation_quantization == "int8" else 0
         pool = Pool(_library(), config.execution.threads or num_cores)
-        return cls(pool, row_bits, cascade=config.execution.cascade_attention)
+        leave = None
+        if config.execution.expert_memory_bytes is not None:
+            from penstock.backends.native.experts.left import LeftExperts  # few want it
+
+            execution = config.execution
+            leave = LeftExperts(
+                config.execution.expert_memory_bytes, execution.expert_eviction, execution.expert_prediction
+            )
+        return cls(pool, row_bits, cascade=config.execution.cascade_attention, leave=leave)
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -89,7 +104,7 @@ class NativeBackend:
         return NativeForward(
             graph, groups, self.pool, parse_scheme(quantization) if like is None else like.scheme,
             max_tokens=max_tokens, matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
-            like=like, cascade=self.cascade,
+            like=like, cascade=self.cascade, leave=self.leave,
         )  # fmt: skip
 
     def matrices(self, forward: Forward) -> Mapping[str, Packed]:
@@ -106,7 +121,7 @@ class NativeBackend:
         key = weights_key(files, scheme, held, spec, self.row_bits, store.folder)
         tables = [name for name in TABLES if name not in held.matrices or name in held.beside]
         if memory is None:
-            return PackedWeights(store, key, tables, copy=copy)
+            return PackedWeights(store, key, tables, copy=copy, leave=self.leave is not None)
 
         def packed(graph: Graph) -> Runs:
             names, matrices = packed_one_by_one(graph, self.pool, scheme, self.row_bits)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.backends.native.entry_forms import entry_forms, stream_form
 from penstock.backends.native.row_forms import row_form
-from penstock.backends.native.stacks import expert_stacks
+from penstock.backends.native.stacks import ExpertCall, expert_stacks
 from penstock.backends.native.state_forms import Form, plane_names, state_form
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
@@ -48,6 +48,7 @@ class Emitted:
     """Registers that keep observed queries until the next run, and into how many heads they fall."""
     tokens_read: npt.NDArray[np.int64]
     """[2], counted as they run: tokens that rehearsals chose, each for a kv head, and those they might have chosen."""
+    experts: list[ExpertCall]
 
 
 def matrix_name(run: list[Part]) -> str:
@@ -103,7 +104,7 @@ def emit(
         ends.append(len(e.ops))
     return Emitted(
         e.ops, e.labels, e.layout, ends[graph.head], e.register(graph.hidden), e.register(graph.logits),
-        layer_bounds(graph, ends), e.queries, e.tokens_read,
+        layer_bounds(graph, ends), e.queries, e.tokens_read, e.experts,
     )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ class _Emitter:
         self.labels: list[str] = []
         self.layout = Layout()
         self.queries: list[tuple[int, int]] = []
+        self.experts: list[ExpertCall] = []
         self._groups, self._matrices, self._max_tokens, self._same = groups, matrices, max_tokens, same
         self.tokens_read = np.zeros(2, np.int64)
         self._choices: list[int] = []
@@ -497,6 +499,7 @@ class _Emitter:
         out = self._new_home(node)
         f = (named["limit"] or 0.0,)
         self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=f, pointers=pointers)
+        self.experts.append(ExpertCall(len(self.ops) - 1, inputs[0], inputs[1], routes.rows, top_k, stacks))
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound

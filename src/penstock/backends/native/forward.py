@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from itertools import pairwise
 from operator import is_
@@ -28,6 +29,9 @@ from penstock.ops.stored import StoredMatrix, same_order
 from penstock.weights.load import release_pages
 
 if TYPE_CHECKING:
+    from penstock.backends.native.experts.left import LeftExperts
+    from penstock.backends.native.experts.stops import ExpertStops
+    from penstock.ops.native.filed import SpillFile
     from penstock.ops.native.resident import Course
 
 _RELEASE_BYTES = 128 << 20
@@ -45,13 +49,15 @@ class NativeForward:
     def __init__(
         self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
         matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES, row_bits: int = 8,
-        like: NativeForward | None = None, cascade: bool = True,
+        like: NativeForward | None = None, cascade: bool = True, leave: LeftExperts | None = None,
     ) -> None:  # fmt: skip
         """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`. `row_bits`: of
         rows before products with stored codes, where no scheme rounds; see `packing`. `like`: a program whose matrices
-        are used, whole or in part. `cascade`: see `NativeProgram.share_prefixes`."""
+        are used, whole or in part. `cascade`: see `NativeProgram.share_prefixes`. `leave`: how experts stay in a file;
+        as those of `like` do."""
         self.scheme = scheme
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
+        routers = [] if leave is None else leave.routers(graph)
         graph, runs, same = fused_runs(graph, scheme, passes)
         self._rows = {name: [(p.name, p.weight.shape[0]) for p in run.matrices[0]] for name, run in runs.items()}
         if like is not None:
@@ -60,9 +66,17 @@ class NativeForward:
                 for name, run in runs.items() if name not in like.matrices
             }  # fmt: skip
         if matrices is None:
-            matrices = dict(packed_runs(runs | stack_runs(graph, same), pool, scheme, row_bits))
+            stacks = stack_runs(graph, same)
+            spill = leave.spill() if leave is not None and stacks else None
+            matrices = dict(packed_runs(runs | stacks, pool, scheme, row_bits, spill))
         self.matrices: dict[str, Packed] = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
+        self.stops: ExpertStops | None
+        """Where experts are not all in memory."""
+        if like is not None:
+            self.stops = None if like.stops is None else like.stops.of(self._code)
+        else:
+            self.stops = None if leave is None else leave.stops(self._code, matrices, routers, self._rows, pool.library)
         self._pool, self._cascade = pool, cascade
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
@@ -94,6 +108,16 @@ class NativeForward:
         """See `model.forward.StreamingForward`."""
         return None if self._resident is None else (self._resident.num_read, self._resident.stalled_s)
 
+    @property
+    def expert_counts(self) -> tuple[float, ...]:
+        """See `model.forward.ExpertForward`."""
+        return () if self.stops is None else astuple(self.stops.cache.counts)
+
+    def expect_rows(self, rows: Sequence[int], gone: Collection[int]) -> None:
+        """See `model.forward.ExpertForward`."""
+        if self.stops is not None and self.stops.predictor is not None:
+            self.stops.predictor.begin(rows, gone)
+
     def describe(self) -> list[str]:
         """The program for people, a line per operation."""
         return list(self._code.labels)
@@ -102,15 +126,18 @@ class NativeForward:
         """Logits [R, V] of `plan.logits_indices`, as float32. Mutates: the planes, at this step's tokens."""
         num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
         native = self._ready(num_tokens, planes)
-        self._run(native, self._memory.args(plan, plan.logits_indices), self._end)
+        self._run(native, self._memory.args(plan, plan.logits_indices), plan, self._end)
         return native.values(self._code.logits, num_logits)
 
     def pause(self, call: Callable[[int], None] | None) -> None:
         """See `model.forward.LayeredForward`. The threads wait as they do between steps."""
         self._pause = call
 
-    def _run(self, native: NativeProgram, args: StepArgs, end: int | None = None) -> None:
+    def _run(self, native: NativeProgram, args: StepArgs, plan: StepPlan, end: int | None = None) -> None:
         """From the first operation on."""
+        if self.stops is not None:
+            self.stops.run(native, args, plan, native.num_ops if end is None else end, self._pause)
+            return
         first = 0
         if self._pause is not None or self._course is not None:
             self._enter(0)
@@ -131,7 +158,7 @@ class NativeForward:
         """See `model.forward.GreedyForward`."""
         num_logits = len(plan.logits_indices)
         native = self._ready(len(plan.token_ids), planes)
-        self._run(native, self._memory.args(plan, plan.logits_indices))
+        self._run(native, self._memory.args(plan, plan.logits_indices), plan)
         if self._finite.find(0, 0, num_logits) < 0:
             return self._best[:num_logits].tolist()
         return native.values(self._code.logits, num_logits)
@@ -145,7 +172,7 @@ class NativeForward:
         # A row may be wanted twice, so there can be more rows than tokens.
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
         native = self._ready(max(len(plan.token_ids), len(rows)), planes)
-        self._run(native, self._memory.args(plan, rows), self._code.head)
+        self._run(native, self._memory.args(plan, rows), plan, self._code.head)
         hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)
@@ -199,6 +226,8 @@ class NativeForward:
                 self._pool, [*self._code.ops, argmax], self._code.layout, planes, max_tokens=rows, max_rows=rows
             )
             made.share_prefixes(self._cascade)
+            if self.stops is not None:
+                self.stops.forget()
             # Only now: what could not be made leaves what was there as it was.
             self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
             self._best, self._finite = best.data, finite
@@ -238,12 +267,12 @@ def packed_one_by_one(
 
 
 def packed_runs(
-    runs: Mapping[str, StackRun], pool: Pool, scheme: Scheme, row_bits: int
+    runs: Mapping[str, StackRun], pool: Pool, scheme: Scheme, row_bits: int, spill: SpillFile | None = None
 ) -> Iterator[tuple[str, Packed]]:
-    """One matrix or stack after the other."""
+    """One matrix or stack after the other. `spill`: where stacks stay, instead of in memory."""
     num_bytes = 0
     for name, run in runs.items():
-        found = _packed(pool, scheme, run, row_bits)
+        found = _packed(pool, scheme, run, row_bits, spill)
         num_bytes += found.num_bytes
         yield name, found
         if num_bytes > _RELEASE_BYTES:
@@ -252,7 +281,7 @@ def packed_runs(
             num_bytes = 0
 
 
-def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int) -> Packed:
+def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int, spill: SpillFile | None = None) -> Packed:
     weights = [[part.weight for part in parts] for parts in run.matrices]
     biases = [[part.bias for part in parts] for parts in run.matrices]
     # All matrices of a stack are packed as one that has to become values, if one has.
@@ -264,7 +293,7 @@ def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int) -> Packed:
     more: dict[str, Any] = {"pair": run.pair, "panels": how.panels, "as_stored": how.as_stored}
     more["num_threads"] = pool.num_threads
     if run.stacked:
-        return pack_stack(pool.library, weights, how.format, how.act, biases=biases, **more)
+        return pack_stack(pool.library, weights, how.format, how.act, biases=biases, spill=spill, **more)
     if run.heads:
         more["heads"], weights[0] = run.heads, [w.reshape(-1, w.shape[-1]) for w in weights[0]]
     return pack(pool.library, weights[0], how.format, how.act, biases=biases[0], **more)

@@ -25,12 +25,12 @@ class PackedWeights:
     """The packed weights of one model, kept on disk from the first start to the next under a `weights_key`."""
 
     def __init__(
-        self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True,
+        self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True, leave: bool = False,
         memory: WeightMemory | None = None, packed: Callable[[Graph], Runs] | None = None,
     ) -> None:  # fmt: skip
-        """`tables`: looked up in their own type, whatever is packed of them; `copy`: see `PackedStore.load`. `memory`:
-        see `Backend.store`; then `packed` packs a graph's matrices one after the other."""
-        self._store, self._key, self._tables, self._copy = store, key, frozenset(tables), copy
+        """`tables`: looked up in their own type, whatever is packed of them; `copy`, `leave`: see `PackedStore.load`.
+        `memory`: see `Backend.store`; then `packed` packs a graph's matrices one after the other."""
+        self._store, self._key, self._tables, self._copy, self._leave = store, key, frozenset(tables), copy, leave
         self._memory, self._packed = memory, packed
         self.path = store.path(key)
 
@@ -38,7 +38,7 @@ class PackedWeights:
     def matrices(self) -> Mapping[str, Packed] | None:
         """See `backends.backend.WeightStore`."""
         if self._memory is None:
-            return self._store.load(self._key, copy=self._copy)
+            return self._store.load(self._key, copy=self._copy, leave=self._leave)
         found = self._store.open(self._key, self._memory.limit, self._memory.prefetch)
         return None if found is None else found.matrices
 

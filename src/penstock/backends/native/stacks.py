@@ -43,6 +43,23 @@ class ExpertStacks(NamedTuple):
         return [*self.first, *self.beside, *self.down]
 
 
+class ExpertCall(NamedTuple):
+    """One PST_EXPERTS of a program: its place, the registers of what it reads and of routes, and its matrices. `rows`:
+    TOKENS or SELECTED."""
+
+    op: int
+    x: int
+    routes: int
+    rows: int
+    top_k: int
+    stacks: ExpertStacks
+
+    @property
+    def name(self) -> str:
+        """Of the layer's experts, whatever program runs them."""
+        return self.stacks.first[0].name
+
+
 def expert_stacks(node: Node, same: Same) -> ExpertStacks:
     """Of a node `experts`, found once. Gate and up are pairs if those of every expert are the `same` (see `fuse`)."""
     if "stacks" not in node.more:

@@ -81,6 +81,9 @@ LABELS: dict[str, Label] = {
     "packed_weights": _SYSTEM,
     "weight_memory_bytes": _SYSTEM,
     "weight_prefetch": _SYSTEM,
+    "expert_memory_bytes": _SYSTEM,
+    "expert_eviction": _SYSTEM,
+    "expert_prediction": _SYSTEM,
     "executor": _SYSTEM,
     "depth": _SYSTEM,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from penstock.core.panels import Panels
 from penstock.ops.native.abi import PANEL, Act, Code, Format, Matrix, Scale, Zero
 from penstock.ops.native.packers import Packer, code_packer, ordered_inputs, value_packer, with_factor
 from penstock.ops.stored import StoredMatrix, Weight
+
+if TYPE_CHECKING:
+    from penstock.ops.native.filed import FiledStack
 
 Array = npt.NDArray[Any]
 ALIGNMENT = 64
@@ -45,6 +48,7 @@ class Packed:
             `struct`. They point into `data`, `bias`, `order` and a table.
         num_rows: N of one matrix without padding; of a pair, gate and up together.
         panels: of PST_M_BLOCK, `factor` being that of one matrix; else None.
+        filed: where a stack's matrices are, if they are not in memory: whoever runs them has to fetch them (`leave`).
         factors: those of a stack's matrices of PST_M_BLOCK, in place of that one.
         bias: [padded N], of a stack one behind the other.
         order: [K], which component of a row each input of the panels is, or None: they are in their order. Of a stack
@@ -62,6 +66,7 @@ class Packed:
         self.num_rows, self.num_cols, self.count = num_rows, num_cols, count
         self.data, self.bias, self.panels, self.order = data, bias, panels, order
         self.factors = tuple(factors)
+        self.filed: FiledStack | None = None
         self._table = None if panels is None or not panels.table else np.array(panels.table, np.float32)
         one = described(format, act, num_rows, num_cols, pair, panels)
         if self._table is not None:
@@ -74,6 +79,12 @@ class Packed:
             if self.factors:
                 struct.factor = self.factors[i]
         self.struct = self.structs[0]
+
+    def leave(self, filed: FiledStack) -> None:
+        """Its matrices stay in their file. Until they are moved (`NativeProgram.move`) all are zeros."""
+        self.filed, self._zeros = filed, filed.zeros()
+        for struct in self.structs:
+            struct.data = self._zeros.ctypes.data
 
     def _each(self) -> tuple[tuple[str, Array | None], ...]:
         return ("data", self.data), ("bias", self.bias), ("order", self.order)

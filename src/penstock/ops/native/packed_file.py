@@ -10,7 +10,8 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,10 @@ from penstock.ops.native.packed_format import (
     Checked,
     Growing,
     Index,
+    PageSums,
+    Span,
     UnsoundError,
+    check_digest,
     decoded,
     index_room,
     matrices_of,
@@ -69,11 +73,12 @@ class PackedStore:
         with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
             return 0 if folder is None else sum(info.st_size for _, info in folder.files(SUFFIX))
 
-    def load(self, key: str, *, copy: bool = True) -> dict[str, Packed] | None:
+    def load(self, key: str, *, copy: bool = True, leave: bool = False) -> dict[str, Packed] | None:
         """Name -> matrix, read-only; None if there is none of this key, or none that can be trusted.
 
         `copy`: into memory for which huge pages are asked (products then read it about 17 % faster); else mapped, which
-        shares memory with other processes, and asks that nobody shortens the file while it is in use.
+        shares memory with other processes, and asks that nobody shortens the file while it is in use. `leave`: stacks
+        stay in the file (`Packed.filed`), and all else is copied.
         """
         _check_key(key)
         with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
@@ -81,7 +86,7 @@ class PackedStore:
             if fd is None:
                 return None
             try:
-                found = _read(fd, key, copy)
+                found = _read(fd, key, copy, str(self.path(key)) if leave else "")
                 _touch(fd)
                 return found
             except UnsoundError as error:
@@ -203,9 +208,12 @@ def _touch(fd: int) -> None:
         _log.debug("a cached file keeps its old time: %s", error)
 
 
-def _read(fd: int, key: str, copy: bool) -> dict[str, Packed]:
-    """Raises UnsoundError, OSError, MemoryError."""
+def _read(fd: int, key: str, copy: bool, leave: str) -> dict[str, Packed]:
+    """`leave`: what the file is called in messages, if its stacks stay there. Raises UnsoundError, OSError,
+    MemoryError."""
     index, start = _index(fd, key)
+    if leave:
+        return _partly(fd, start, index, leave)
     num_bytes = index.file_bytes - start
     arrays = _copied(fd, start, num_bytes, index) if copy else _mapped(fd, start, num_bytes, index)
     arrays.flags.writeable = False
@@ -222,6 +230,41 @@ def _index(fd: int, key: str) -> tuple[Index, int]:
         return data
 
     return decoded(_library(), os.pread(fd, PAGE, 0), exactly, key, os.fstat(fd).st_size)
+
+
+def _partly(fd: int, start: int, index: Index, name: str) -> dict[str, Packed]:
+    """All but the stacks, which are read through once, for their sums."""
+    from penstock.ops.native.filed import FiledStack, WeightFile, addresses_only, stack_sums  # few want it
+
+    arrays, part = addresses_only(index.file_bytes - start), huge_pages(_PART_BYTES)
+    file, filed = WeightFile(fd, name), {}
+
+    def parts(span: Span, sums: PageSums, *, stays: bool) -> Iterator[tuple[int, U8]]:
+        at, end = span[0], sum(span)
+        while at < end:
+            to = part if stays else arrays[at - start :]
+            to = to[: min(_PART_BYTES, end - at)]
+            _fill(fd, at, to)
+            sums.add(to)
+            yield at, to
+            at += len(to)
+
+    for entry in index.matrices:
+        sums = PageSums()
+        for span in (entry.data, entry.bias, entry.order):
+            if span is entry.data and entry.count > 1:
+                each = span[1] // entry.count
+                found_sums = stack_sums(parts(span, sums, stays=True), span[0], each, entry.count)
+                filed[entry.name] = FiledStack(file, span[0], each, found_sums)
+            elif span is not None:
+                deque(parts(span, sums, stays=False), 0)
+        check_digest(entry, sums)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    arrays.flags.writeable = False
+    found = matrices_of(index, arrays, start)
+    for stack, where in filed.items():
+        found[stack].leave(where)
+    return found
 
 
 def huge_pages(num_bytes: int) -> U8:

@@ -198,6 +198,11 @@ class NativeProgram:
         """Whether attention reads pages that sequences of a step have in common once for all of them, as at first."""
         self._library.pst_program_share(self.handle, shares)
 
+    def move(self, op: int, pointer: int, index: int, address: int) -> None:
+        """Between runs: the panels of a matrix of a PST_EXPERTS lie at `address` from now on."""
+        failed = self._library.pst_program_move(self.handle, op, pointer, index, address)
+        assert failed == 0, "operation, pointer and index name a matrix of experts"
+
     def keys_read(self) -> int:
         """Keys of one kv head that softmax attention has looked up so far, as many values with them."""
         return int(self._library.pst_program_keys_read(self.handle))

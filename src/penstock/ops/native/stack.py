@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from penstock.ops.native.abi import PANEL, Act, Format
 from penstock.ops.native.matrix import Array, Packed, aligned, described, order
 from penstock.ops.native.packers import Packer, code_packer, ordered_inputs, value_packer, with_factor
 from penstock.ops.stored import StoredMatrix, Weight
+
+if TYPE_CHECKING:
+    from penstock.ops.native.filed import SpillFile
 
 _TASKS = 4
 """Of each thread: few, because they cost something; more than one, because threads are not equally fast."""
@@ -32,10 +35,10 @@ def stackable(a: Weight, b: Weight) -> bool:
 def pack_stack(
     library: Any, matrices: Sequence[Sequence[Weight]], format: Format, act: Act, *, pair: bool = False,
     panels: Panels | None = None, as_stored: bool = False, biases: Sequence[Sequence[Array | None]],
-    num_threads: int = 1,
+    num_threads: int = 1, spill: SpillFile | None = None,
 ) -> Packed:  # fmt: skip
     """Pack X matrices of one shape, each of one part or a pair of gate and up. The rest is as in `matrix.pack`; what is
-    shared out over threads are the matrices."""
+    shared out over threads are the matrices. `spill`: where they stay, instead of in memory."""
     first = matrices[0]
     rows, cols = sum(p.shape[0] for p in first), first[0].shape[1]
     where = order([p.shape[0] for p in first], pair)
@@ -54,8 +57,10 @@ def pack_stack(
             whole = msgspec.structs.replace(panels, factor=factors[0], has_factor=False)
     data_bytes = library.pst_panel_bytes(described(format, act, rows, cols, pair, whole))
     assert data_bytes > 0, f"{format!r} as {panels} does not exist"
+    num_bytes = len(matrices) * num_panels * data_bytes
+    offset, room = (0, aligned(num_bytes)) if spill is None else spill.room(num_bytes)
     packed = Packed(
-        format, act, rows, cols, pair, aligned(len(matrices) * num_panels * data_bytes), _bias(where, biases),
+        format, act, rows, cols, pair, room, _bias(where, biases),
         panels=whole, order=orders, count=len(matrices), factors=factors,
     )  # fmt: skip
 
@@ -77,6 +82,8 @@ def pack_stack(
     cuts = [len(matrices) * i // tasks for i in range(tasks + 1)]
     with ThreadPoolExecutor(num_threads) as threads:  # the library works without Python's lock
         assert not any(threads.map(some, map(range, cuts, cuts[1:]))), "the library can pack this"
+    if spill is not None:
+        packed.leave(spill.put(room, offset, len(matrices)))
     return packed
 
 

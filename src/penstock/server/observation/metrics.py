@@ -91,6 +91,13 @@ _ENGINE_COUNTERS = (
         "num_late_compilations",
         OURS,
     ),
+    ("expert_hits", "Experts in memory when a layer asked for them (expert_memory_bytes).", "num_expert_hits", OURS),
+    ("expert_late", "Experts on their way when a layer asked for them.", "num_expert_late", OURS),
+    ("expert_misses", "Experts read because a layer had asked for them.", "num_expert_misses", OURS),
+    ("experts_fetched_ahead", "Experts read before anybody asked.", "num_experts_ahead", OURS),
+    ("experts_foreseen", "Of these, those that were asked for then.", "num_experts_foreseen", OURS),
+    ("expert_read_bytes", "Bytes of experts read from the disk.", "expert_read_bytes", OURS),
+    ("expert_stall_seconds", "Seconds that steps waited for experts.", "expert_stall_s", OURS),
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )
 
