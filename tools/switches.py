@@ -110,6 +110,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("KV virtual", "memory", {"kv_allocator": "virtual"}),
     Switch("KV vtensor", "memory", {"kv_allocator": "vtensor"}),
     Switch("KV layerkv", "memory", {"kv_allocator": "layerkv", "swap_space": 0.1}),
+    Switch("KV modules", "memory", {"kv_allocator": "modules"}, exact=False),
     Switch("prefixes hash", "memory", {"prefix_cache": "hash"}),
     Switch("prefixes none", "memory", {"prefix_cache": "none"}),
     Switch("prefixes off", "memory", {"enable_prefix_caching": False}),

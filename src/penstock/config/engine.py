@@ -108,9 +108,9 @@ class CacheConfig(Section):
     )
     kv_allocator: str = setting(
         "paged",
-        "How sequences get KV memory. paged: blocks on demand; layerkv: layers wait in swap_space if it is short. "
-        "Baselines: contiguous, contiguous-pow2, contiguous-oracle reserve runs; virtual reserves addresses, vtensor "
-        "backs them with chunks.",
+        "How sequences get KV memory. paged: blocks on demand; modules: and prompt_cache; layerkv: layers wait in "
+        "swap_space if it is short. Baselines: contiguous, contiguous-pow2, contiguous-oracle: runs; virtual: "
+        "addresses; vtensor: chunks.",
     )
     kv_layer_tpot: float | None = setting(
         None,

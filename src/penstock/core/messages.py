@@ -39,6 +39,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     caches_prefixes: bool = True
     pin_blocks: int = 0
     """Blocks that hints may pin."""
+    module_tokens: int = 0
+    """Modules of prompts are filled up to multiples of so many tokens (`kv.modules`); 0: there are none."""
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
 

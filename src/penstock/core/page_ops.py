@@ -141,6 +141,15 @@ class FetchOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
     tier: int = DISK
 
 
+class BlendOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):
+    """Compute `num_tokens` tokens of the modules of sequence `seq_id` behind its first again, in the whole context
+    (`runner.blending`). `ends`: where modules end."""
+
+    seq_id: int
+    ends: tuple[int, ...]
+    num_tokens: int
+
+
 OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp
 """What tiers outside the engine are told (`runner.outside`)."""
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | StreamOp | OutsideOp
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | StreamOp | OutsideOp | BlendOp

@@ -14,6 +14,16 @@ REPETITION = ("repetition", "repetition_detected")
 """Finish reason and stop reason (vLLM's words) of a sample that ran in circles."""
 
 
+_MODULES = "|modules="
+
+
+def module_taint(taint: str, modules: list[int], recompute: float = 0.0) -> str:
+    """The taint of a request with `modules`. One alone is an ordinary beginning, and taints nothing."""
+    if len(modules) < 2:
+        return taint
+    return f"{taint}{_MODULES}{','.join(map(str, modules))}" + (f" recompute={recompute!r}" if recompute else "")
+
+
 class Resume(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How far a request had come in an engine that is gone.
 
@@ -79,6 +89,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         hints: what is to happen to its blocks.
         kv_share: the part of each tier of KV that its tenant has, 0 to 1; 0: tenants have no parts (`kv.shares`).
         keeper: under whose name a store keeps its blocks, if not the tenant's: those of a group that shares them.
+        modules: where the texts end with which the prompt begins and each of which is computed by itself
+            (`kv.modules`): whole blocks, at least one token less than the prompt. `taint` says so (`module_taint`).
+        recompute: share of the tokens of modules behind the first, 0 to 1, that is computed again in the whole context.
     """
 
     request_id: str
@@ -104,6 +117,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     hints: list[KVHint] = []
     kv_share: float = 0.0
     keeper: str = ""
+    modules: list[int] = []
+    recompute: float = 0.0
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
@@ -140,6 +155,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     def reads_cache(self) -> bool:
         """Whether blocks of others may stand in for its own: not if something is owed for every position."""
         return self.rules.num_prompt_logprobs < 0 and not self.pooling
+
+    @property
+    def plain_taint(self) -> str:
+        """`taint` without what modules add to it."""
+        return self.taint.partition(_MODULES)[0]
 
     @property
     def prefetches(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
+from penstock.core.page_ops import HOST, AnyPageOp, BlendOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 
@@ -34,7 +34,7 @@ class Filled:
         """The page operations of a step, in their order. Mutates: the counts."""
         for op in ops:
             # A store outside the process has nothing of a draft model, and no layer is away beside one.
-            if not isinstance(op, PackOp | StreamOp | OutsideOp) and op.group in self._device:
+            if not isinstance(op, PackOp | StreamOp | BlendOp | OutsideOp) and op.group in self._device:
                 source: Counts = self._host if isinstance(op, LoadOp) else self._device
                 target: Counts = self._host if isinstance(op, StoreOp) else self._device
                 pages = target[op.group][op.dst : op.dst + op.count]

@@ -9,6 +9,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.kv.contiguous import ContiguousManager, Reserve
 from penstock.kv.layerkv import LayerKVManager
 from penstock.kv.manager import KVManager
+from penstock.kv.modules import ModuleKVManager
 from penstock.kv.virtual import VirtualManager
 from penstock.kv.vtensor import VTensorManager
 
@@ -61,6 +62,14 @@ def layerkv(
 ) -> KVManager:  # fmt: skip
     """Blocks on demand, of some layers only where memory is short: LayerKV."""
     return LayerKVManager(groups, num_slabs, block_size, most_s=layer_tpot, **_own(options))
+
+
+def modules(
+    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
+    max_model_len: int, max_num_seqs: int, **options: Any,
+) -> KVManager:  # fmt: skip
+    """Blocks on demand, of texts that may stand anywhere in a prompt: Prompt Cache."""
+    return ModuleKVManager(groups, num_slabs, block_size, **options)
 
 
 def virtual(

@@ -139,6 +139,12 @@ class Hints:
                 self._keep_outside(seq, 0, blocks, hint.ttl_s)
                 self._keep(hint, seq.request, self._tree.at(cursor.entry, blocks))
 
+    def demote(self, seq: Seq) -> None:
+        """All blocks that `seq` stands on go before others, unless somebody finds them first."""
+        cursor: PrefixCursor = seq.node
+        if self._tree is not None and cursor.holding and cursor.generation == self._leaving.generation:
+            self._demote(_way(cursor.entry), 0, moves=False)
+
     def evict(self, tenant: str | None, unused_s: float) -> None:
         """An order: blocks that nobody uses, and nobody has for so long, leave the device and the tier below."""
         if self._tree is not None:

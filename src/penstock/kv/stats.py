@@ -43,7 +43,8 @@ class KVStats:
     host memory (`kv.aside`). `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
     tier, and had back. `num_layerwise`: admissions with layers away (`kv.layerkv`); `num_layers_back`: layers that
     came back; `num_layer_waits`: decodes that waited a step for theirs. `num_store_query_tokens`,
-    `num_store_hit_tokens`: of prompts, looked up in stores outside this process, and found there.
+    `num_store_hit_tokens`: of prompts, looked up in stores outside this process, and found there. `num_module_tokens`,
+    `num_module_hit_tokens`, `num_blended_tokens`: of modules, wanted, copied, and computed again (`kv.modules`).
     """
 
     groups: tuple[GroupStats, ...]
@@ -61,12 +62,16 @@ class KVStats:
     num_layer_waits: int = 0
     num_store_query_tokens: int = 0
     num_store_hit_tokens: int = 0
+    num_module_tokens: int = 0
+    num_module_hit_tokens: int = 0
+    num_blended_tokens: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
                  "num_loaded_blocks", "num_layerwise", "num_layers_back", "num_layer_waits", "num_store_query_tokens",
-                 "num_store_hit_tokens")  # fmt: skip
+                 "num_store_hit_tokens", "num_module_tokens", "num_module_hit_tokens",
+                 "num_blended_tokens")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names}
 
 

@@ -119,7 +119,7 @@ def engine_over(
     if events is not None:
         events.follow(core)
     # Baselines reserve, and poisoned memory was written to: neither grows.
-    if config.cache.kv_allocator == "paged" and not spec.poison:
+    if config.cache.kv_allocator in ("paged", "modules") and not spec.poison:
         core.grower = Grower(ask, executor.back, takes_all=config.sizes_kv)
         core.grower.begin(core.kv.backing)
     return core
@@ -172,6 +172,7 @@ def model_parts(
         means=DraftMeans(draft_models(config, plan, loaded_drafts, backend), target, encode),
         drafter=drafter,
         select=None if selector is None else (selector, spec),
+        part=lambda layers: model.part(backend, forward, layers, max_tokens=plan.max_num_batched_tokens),
     )
 
 
@@ -180,7 +181,8 @@ def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
         rotation=config.cache.kv_rotation,
         reading=reading_of(
-            keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config)
+            keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config),
+            moves=config.cache.kv_allocator == "modules",
         ),
     )  # fmt: skip
 

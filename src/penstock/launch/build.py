@@ -209,6 +209,7 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         load_s=load_s,
         caches_prefixes=config.cache.enable_prefix_caching and config.cache.prefix_cache != "none",
         pin_blocks=core.kv.hints.most_pinned,
+        module_tokens=config.cache.block_size if config.cache.kv_allocator == "modules" else 0,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )
 

@@ -34,6 +34,7 @@ from penstock.launch.progress import StepProgress, loading
 from penstock.text.boundaries import changed_after, num_common
 from penstock.text.decisions import MIN_LABEL_MASS, PLAIN_KWARGS, DecisionQuestion, Ids, Judgement, label_params
 from penstock.text.grammar.source import kind_of
+from penstock.text.modules import NO_MODULES, AskedModules, joined, padding_id, read_modules
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template, encode_chat
 from penstock.text.validate import build_pooling_request, build_request
@@ -53,6 +54,8 @@ class _Tokens:
     param: str = "prompt"
     chat: ChatSource | None = None
     """The conversation that it was made of."""
+    modules: Sequence[int] = ()
+    recompute: float = 0.0
 
 
 class LLM:
@@ -318,7 +321,7 @@ class LLM:
                 f"{type(prompt).__name__}",
                 param="prompt",
             )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "prompt_cache"}
         if unknown:
             raise InputError(f"unknown prompt field {sorted(map(str, unknown))[0]!r}", param="prompt")
         salt = prompt.get("cache_salt")
@@ -327,11 +330,25 @@ class LLM:
         namespace = digest(b"salt", salt.encode()) if salt is not None else b""
         ids = prompt.get("prompt_token_ids")
         text = prompt.get("prompt")
+        asked = read_modules(prompt.get("prompt_cache"))
+        if asked.modules:
+            return self._of_modules(asked, ids if ids is not None else text, namespace)
         if ids is not None:
             return _Tokens(text if isinstance(text, str) else None, ids, namespace, "prompt_token_ids")
         if not isinstance(text, str):
             raise InputError("a prompt needs 'prompt' (a string) or 'prompt_token_ids' (a list)", param="prompt")
         return _Tokens(text, self._encode(text), namespace)
+
+    def _of_modules(self, asked: AskedModules, rest: Any, namespace: bytes) -> _Tokens:
+        if self.config.cache.kv_allocator != "modules":
+            raise InputError(NO_MODULES, param="prompt_cache")
+        modules = [
+            self._encode(one.text) if one.text is not None else list(one.token_ids or ()) for one in asked.modules
+        ]
+        ids = self.get_tokenizer().encode(rest, add_special_tokens=False) if isinstance(rest, str) else list(rest or ())
+        size, padding = self._engine.plan.block_size, padding_id(self._engine.tokenizer)
+        ids, ends = joined(modules, ids, size, padding)
+        return _Tokens(None, ids, namespace, modules=ends, recompute=asked.recompute)
 
     def _encode(self, text: str) -> list[int]:
         if not text:
@@ -377,6 +394,9 @@ class LLM:
         """Check everything, then make the engine's request. Raises InputError."""
         number, arrival_s = self._counter, self._engine.clock.now()
         ids, text = prompt.ids, prompt.text
+        if compression is not None and prompt.modules:
+            raise InputError("prompt_compression changes the texts of prompt_cache; use one of them",
+                             param="prompt_compression")  # fmt: skip
         if compression is not None:
             options = read_options(compression)
             asks = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
@@ -396,6 +416,8 @@ class LLM:
             arrival_s=arrival_s,
             param=prompt.param,
             hints=hints,
+            modules=prompt.modules,
+            recompute=prompt.recompute,
         )
         if request.rules.grammar is not None:
             kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,6 +50,7 @@ class Parts(NamedTuple):
         grammars: what structured outputs need; without it no request may ask for them.
         means: what a drafter may be made of; `drafter`: another than the settings name (tests).
         select: the KV selector, and the model that it was made for.
+        part: layers -> the model without all others, over the same weights.
         restoring: makes what makes keys and values of hidden states (`DecoderModel.restoring`), where pages have them.
     """
 
@@ -61,6 +62,7 @@ class Parts(NamedTuple):
     drafter: Drafter | None = None
     select: tuple[KVSelector, ModelSpec] | None = None
     restoring: Callable[[Sequence[Planes]], Forward] | None = None
+    part: Callable[[Collection[int]], Forward] | None = None
 
 
 def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False) -> Runner:
@@ -113,6 +115,11 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         from penstock.runner.layer_streams import LayerStreams  # nobody else needs it at the start
 
         streams = LayerStreams(parts.forward, storage)
+    blend = None
+    if config.cache.kv_allocator == "modules" and parts.part is not None:
+        from penstock.runner.blending import Blender  # nobody else needs it at the start
+
+        blend = Blender(parts.forward, parts.part, rows, storage, plan.max_num_batched_tokens).blend
     selections = None
     if parts.select is not None and keeping is not None:
         selections = make_selections(*parts.select, keeping, rows, storage)
@@ -139,6 +146,8 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         verifier=verifier,
         selections=selections,
         keeping=keeping,
+        moves=config.cache.kv_allocator == "modules",
+        blend=blend,
         num_own_groups=num_own,
         streams=streams,
         depth=depth,

@@ -54,12 +54,15 @@ def keeping_of(config: EngineConfig) -> Keeping | None:
 
 
 def reading_of(
-    keeping: Keeping | None, spec: ModelSpec, fingerprint: Callable[[], str], *, hidden: bool = False
-) -> Reading:
-    """What the model has to do otherwise for it. `hidden`: see `Reading`. Raises: ConfigError for a profile that is not
-    this model's."""
+    keeping: Keeping | None, spec: ModelSpec, fingerprint: Callable[[], str], *, hidden: bool = False,
+    moves: bool = False,
+) -> Reading:  # fmt: skip
+    """What the model has to do otherwise for it. `hidden`: see `Reading`; `moves`: texts may stand anywhere.
+
+    Raises: ConfigError for a profile that is not this model's.
+    """
     if keeping is None:
-        return Reading(hidden=hidden)
+        return Reading(raw_keys=moves, hidden=hidden)
     if keeping.ahead:
         return Reading(tokens=token_reads(keeping.config), turns=turns_of(keeping.config, spec, fingerprint))
     if keeping.drops == "nothing":

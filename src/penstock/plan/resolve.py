@@ -28,6 +28,7 @@ from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
 from penstock.plan.layerkv import check_layerkv
 from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
+from penstock.plan.modules import check_modules
 from penstock.plan.positions import rope_decision
 from penstock.plan.weights import (
     NO_CODES,
@@ -140,6 +141,7 @@ def resolve(
     )
     decisions.extend(why_drafts)
     check_layerkv(config, groups, len(spec.layers))
+    check_modules(config, spec, groups)
     all_weights = check_draft_weights(in_memory, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)

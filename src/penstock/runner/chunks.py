@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.core.page_ops import AnyPageOp, LoadOp, PackOp, PageOp
+from penstock.core.page_ops import AnyPageOp, BlendOp, LoadOp, PackOp, PageOp
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.storage import Array
 
@@ -85,14 +85,17 @@ class ChunkedStorage(LazyStorage):
                 num_bytes = chunk_blocks * width * array.strides[0]
                 self.chunks[array.ctypes.data] = PlaneChunks(array, num_bytes)
 
-    def apply(self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None) -> dict[int, bool]:
+    def apply(
+        self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None,
+        blend: Callable[[BlendOp], None] | None = None,
+    ) -> dict[int, bool]:  # fmt: skip
         """As `Storage.apply`; what is written has memory first."""
         moves: dict[int, bool] = {}
         for op in ops:
             if isinstance(op, PageOp | LoadOp) and op.src >= 0:
                 for array in self.planes[op.group].values():
                     self._reach(array, op.dst, op.count)
-            for move, good in super().apply((op,), pack).items():
+            for move, good in super().apply((op,), pack, blend).items():
                 moves[move] = good and moves.get(move, True)
         return moves | {move: good for move, good in self.ended().items() if move not in moves}
 

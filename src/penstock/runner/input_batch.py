@@ -48,13 +48,14 @@ _NO_MASK = TreeMask(0)
 class InputBatch:
     """Buffers of one step, reused by the next: a plan is valid until the following `build`."""
 
-    def __init__(self, rows: RowStore, keeping: Keeping | None = None, num_groups: int | None = None) -> None:
-        """`num_groups`: leading cache groups that plans have; None: all. `keeping`: rows may drop tokens. With cache
-        positions their tokens stand where they stand in the cache, so a row's start moves by what it has dropped, and
-        kernels see a shorter sequence."""
+    def __init__(
+        self, rows: RowStore, keeping: Keeping | None = None, num_groups: int | None = None, moves: bool = False
+    ) -> None:  # fmt: skip
+        """`num_groups`: leading cache groups of plans; None: all. Kernels see rows without what these have dropped
+        (`keeping` with cache positions), or have before what they see (`moves`)."""
         self._rows = rows
         self._num_groups = len(rows.groups) if num_groups is None else num_groups
-        self._cache_positions = keeping is not None and keeping.cache_positions
+        self._cache_positions = moves or (keeping is not None and keeping.cache_positions)
         self._dropping = keeping is not None and not keeping.cache_positions
         self._choosing = keeping is not None and keeping.drops == "nothing"
         self._from: I32 | None = None
@@ -170,8 +171,7 @@ class InputBatch:
         )  # fmt: skip
         return pick, r
 
-    def _group_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:
-        """Tables as long as `_lens` says."""
+    def _group_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:  # its tables are as long as `_lens` says
         group, size = self._rows.groups[g], self._rows.block_size
         if group.spec.per_token:
             lens = self._words[4]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from penstock.base.clock import Clock
 from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
+from penstock.core.page_ops import BlendOp
 from penstock.core.protocols import Drafter, PromptDrafter
 from penstock.model.forward import (
     ChoosingForward,
@@ -100,6 +101,8 @@ class Runner:
         verifier: Verifying | None = None,
         selections: RowSelections | None = None,
         keeping: Keeping | None = None,
+        moves: bool = False,
+        blend: Callable[[BlendOp], None] | None = None,
         num_own_groups: int | None = None,
         depth: int = 1,
         strict: bool = False,
@@ -112,6 +115,8 @@ class Runner:
             verifier: another than the one that changes no token.
             selections: who chooses what rows keep; None: they keep everything, or drop by position alone.
             keeping: rows may drop tokens.
+            moves: tokens of a row may lie before what the row sees (`kv.modules`).
+            blend: computes tokens of modules again (`runner.blending`).
             num_own_groups: leading groups that `forward` looks at, if not all; the others belong to draft models.
             depth: steps in flight; with two a row may be promised a token.
             streams: layers of `storage` that are away; None: none ever is.
@@ -128,8 +133,8 @@ class Runner:
         self.verifier: Verifying = Verifier(sampler) if verifier is None else verifier
         self.selections = selections
         self._undo = Undo(storage, rows)
-        self._batch = InputBatch(rows, keeping, num_own_groups)
-        self._forward = forward
+        self._batch = InputBatch(rows, keeping, num_own_groups, moves=moves)
+        self._forward, self._blend = forward, blend
         self._greedy = forward if isinstance(forward, GreedyForward) else None
         self._warmed = forward if isinstance(forward, WarmedForward) else None
         self._num_late = 0
@@ -249,7 +254,7 @@ class Runner:
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
         if self.selections is None:
-            self._moves = self.storage.apply(output.page_ops)
+            self._moves = self.storage.apply(output.page_ops, blend=self._blend)
         else:
             self.selections.track(output)
             self._moves = self.storage.apply(output.page_ops, self.selections.pack)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
+from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, BlendOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
@@ -99,8 +99,12 @@ class Storage:
         self._backed = list(num_slabs)
         self._populating = populate(more)
 
-    def apply(self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None) -> dict[int, bool]:
-        """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote. `pack` does PackOps.
+    def apply(
+        self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None,
+        blend: Callable[[BlendOp], None] | None = None,
+    ) -> dict[int, bool]:  # fmt: skip
+        """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote. `pack` does PackOps,
+        `blend` BlendOps.
 
         Returns the loads that have ended, late ones too, and whether they brought what had been stored
         (`StepOutput.moves`). Mutates: `planes`, `tiers`. A page id outside its group, or a copy onto itself, is our own
@@ -115,6 +119,10 @@ class Storage:
             if isinstance(op, OutsideOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
                 self.outside.order(op)
+                continue
+            if isinstance(op, BlendOp):
+                assert blend is not None, f"{op}: nobody computes anything again"
+                blend(op)
                 continue
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
             if isinstance(op, PackOp):

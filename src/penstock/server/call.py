@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,9 @@ class Prompt:
     param: str = "prompt"
     compressed_from: int = 0
     compression_s: float = 0.0
+    modules: Sequence[int] = ()
+    recompute: float = 0.0
+    """Where modules end with which it begins, and the share of them that is computed again (`core.request.Request`)."""
 
 
 @dataclass(kw_only=True)

@@ -273,6 +273,8 @@ class Service:
             reference=call.reference,
             slo_tpot_s=call.slo_tpot_s,
             hints=[hint for hint in call.hints if hint.action not in ("share", "pause")],
+            modules=call.prompt.modules,
+            recompute=call.prompt.recompute,
         )
 
     def paused(self, call: Call, token_ids: list[int], uses: Sequence[ToolUse]) -> None:

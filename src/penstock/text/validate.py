@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.kv_hints import KVHint
-from penstock.core.request import Request
+from penstock.core.request import Request, module_taint
 from penstock.core.sampling import (
     BeamSearchParams,
     RepetitionDetectionParams,
@@ -207,11 +207,12 @@ def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
-    slo_tpot_s: float | None = None, hints: Sequence[KVHint] = (),
+    slo_tpot_s: float | None = None, hints: Sequence[KVHint] = (), modules: Sequence[int] = (),
+    recompute: float = 0.0,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
-    `reference`: ids of a text that the output is likely to repeat. `slo_tpot_s`: see `Request`.
+    `reference`: ids of a text that the output is likely to repeat. `slo_tpot_s`, `modules`, `recompute`: see `Request`.
     """
     beam: BeamSearchParams | None = None
     if isinstance(params, BeamSearchParams):
@@ -223,6 +224,9 @@ def build_request(
         )  # fmt: skip
     validate_sampling(params, limits=limits)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
+    if modules and modules[-1] >= len(prompt_token_ids):
+        raise InputError(f"{param} is empty behind the last module of prompt_cache; it must have at least 1 token",
+                         param=param)  # fmt: skip
     rules = make_rules(params, tokenizer, limits, seed=seed, reference=reference)
     if rules.thought is not None:
         thought = msgspec.structs.replace(rules.thought, most=tokens_to_think(max_tokens, rules.thought))
@@ -239,8 +243,9 @@ def build_request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
-        namespace=namespace, taint=taint, arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam),
-        hints=_hints(hints, params, beam),
+        namespace=namespace, taint=module_taint(taint, list(modules), recompute), arrival_s=arrival_s,
+        slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam), hints=_hints(hints, params, beam),
+        modules=list(modules) if len(modules) > 1 else [], recompute=recompute if len(modules) > 1 else 0.0,
     )  # fmt: skip
 
 

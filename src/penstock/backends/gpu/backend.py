@@ -99,6 +99,8 @@ class TorchBackend:
             return "batch_invariant needs Triton on a GPU: pip install 'penstock[gpu]'"
         if config.cache.kv_allocator in ("virtual", "vtensor"):
             return f"kv_allocator is {config.cache.kv_allocator}, which is memory of the CPU; use paged"
+        if config.cache.kv_allocator == "modules":
+            return "kv_allocator is modules, which is for the CPU so far; use paged"
         if config.cache.kv_selector == "infinigen" and config.execution.device.startswith("cuda"):
             return "kv_selector is infinigen, which chooses on the host in the middle of a step; use quest"
         scheme = parse_scheme(config.model.quantization)

@@ -39,6 +39,7 @@ from penstock.server.turns.asking import (
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.hints import bounds_of
 from penstock.server.turns.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.turns.modules import check_modules
 from penstock.server.turns.turn import Answer, CallAnswer, Piece, Turn, begin
 from penstock.text.custom import input_of
 
@@ -94,6 +95,12 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
         compression=body.prompt_compression,
         truncate=body.truncate_prompt_tokens,
         bounds=bounds_of(read_hints(body.kv_hints), body.messages),
+        modules=check_modules(
+            server,
+            body.prompt_cache,
+            {name: getattr(body, name) for name in ("prompt_compression", "truncate_prompt_tokens")},
+            chat=True,
+        ),
     )
 
 

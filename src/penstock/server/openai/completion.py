@@ -38,6 +38,7 @@ from penstock.server.turns.compression import TO_COMPRESS, check_compression, co
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.infill import fill_prompt
 from penstock.server.turns.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.turns.modules import before, check_modules
 from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 from penstock.server.turns.turn import FINISHES, Meter
 from penstock.text.detokenize import IncrementalDetokenizer
@@ -73,7 +74,10 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     check_truncation(body.truncate_prompt_tokens, server.service.limits, body.prompt_compression)
     asker = asker_of(caller, body.timeout)
     room = server.service.limits.context[0] - (params.max_tokens or options.default_max_tokens or 1)
+    others = {name: getattr(body, name) for name in ("prompt_compression", "truncate_prompt_tokens", "suffix")}
+    modules = check_modules(server, body.prompt_cache, others)
     given, ends = await _prompts(server, body, asker)
+    given = await before(server, given, modules, asker)
     prompts = [truncated(prompt, body.truncate_prompt_tokens, room) for prompt in given]
     if ends:
         params = msgspec.structs.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
@@ -127,7 +131,10 @@ async def _plain_prompts(server: Server, body: CompletionRequest, asker: Asker) 
     fit = to_cut(body.truncate_prompt_tokens, server.service.limits)
     fit = fit if body.prompt_compression is None else TO_COMPRESS
     encode = partial(
-        server.service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=fit, asker=asker
+        server.service.encode_all,
+        fit=fit,
+        asker=asker,
+        add_special_tokens=body.add_special_tokens is not False and not body.prompt_cache,
     )
     if isinstance(given, str):
         return await encode([given], ["prompt"])

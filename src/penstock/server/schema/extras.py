@@ -65,6 +65,7 @@ class Sampling(ForeignForms, kw_only=True):
     prompt_compression: PromptCompression | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     kv_hints: list[dict[str, Any]] | dict[str, Any] | None = None
+    prompt_cache: list[dict[str, Any]] | dict[str, Any] | None = None
 
     def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the validator takes it. `defaults`: the model's own; of the length, which depends on the prompt,

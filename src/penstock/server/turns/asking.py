@@ -19,6 +19,7 @@ from penstock.server.context import Server
 from penstock.server.transport.inner import PRIORITY
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.hints import Bound, of_prompt
+from penstock.text.modules import NO_ASKED, AskedModules
 
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
@@ -122,6 +123,7 @@ class Conversation:
     compression: PromptCompression | None = None
     grammars: Mapping[str, str] = field(default_factory=dict)
     bounds: Sequence[Bound] = ()
+    modules: AskedModules = NO_ASKED
     truncate: int | None = None
 
 

@@ -30,6 +30,7 @@ from penstock.server.tool_times import ToolUse
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_chat
 from penstock.server.turns.hints import in_tokens, written
+from penstock.server.turns.modules import within
 from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 
 if TYPE_CHECKING:
@@ -276,6 +277,7 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     prompt = await encode(asked.messages)
     num_given = len(prompt.ids)
     prompt = truncated(prompt, asked.truncate, limits.context[0] - (max_tokens or 1))
+    prompt = await within(server, prompt, asked.modules, asked.messages, encode_other)
     if asked.compression is not None:
         prompt = await compress_chat(server, prompt, asked.compression, asked, shown_tools, asker)
     reference = await server.service.encode_reference(asked.prediction, param="prediction.content", asker=asker)
