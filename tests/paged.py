@@ -54,11 +54,16 @@ class Paged:
         self.lens: dict[Any, int] = {}
         self.choose_from: dict[Any, int] = {}
         """Sequence -> the first position that chooses its pages; as soon as one is known, others never do."""
+        self.adapters: dict[Any, int] = {}
+        """Sequence -> the number of its adapter."""
 
-    def on(self, backend: Backend) -> Paged:
-        """From now on, and before the first step: what the backend makes of the graph, and planes of its device."""
+    def on(self, backend: Backend, **how: Any) -> Paged:
+        """From now on, and before the first step: what the backend makes of the graph, and planes of its device.
+
+        `how`: see `Backend.compile`.
+        """
         assert not self.lens, "it has run"
-        self.program = backend.compile(self.graph, self.groups, max_tokens=64)
+        self.program = backend.compile(self.graph, self.groups, max_tokens=64, **how)
         if backend.new_plane is not None:
             for planes in self.planes:
                 for name, array in planes.items():
@@ -94,7 +99,10 @@ class Paged:
         choose = (
             np.array([self.choose_from.get(seq, 2**31 - 1) for seq in work], np.int32) if self.choose_from else None
         )
-        logits = self.program.run(replace(StepPlan(*ints, groups), choose_from=choose), self.planes)
+        numbers = [self.adapters.get(seq, -1) for seq in work]
+        adapters = np.array(numbers, np.int32) if max(numbers, default=-1) >= 0 else None
+        plan = replace(StepPlan(*ints, groups), choose_from=choose, adapters=adapters)
+        logits = self.program.run(plan, self.planes)
         assert logits.shape == (len(wanted), self.spec.vocab_size)
         assert logits.dtype == np.float32
         out, r = {}, 0

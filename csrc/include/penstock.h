@@ -171,7 +171,8 @@ typedef struct pst_register {
  *                p0? w, p1? b; n2: 0 one w [n0] for all stretches, 1 w [width]
  * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix [n3 segments; 0 is 1]: outputs of one after those of another,
  *                each in panels, a format and groups of its own; a `pair` is the only one. Norm before it: n0 kind as
- *                in PST_NORM (0: none), p1? w, p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
+ *                in PST_NORM (0: none), p1? w, p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide;
+ *                3 the y of a `pair`, panel by panel as they lie: 32 of the gate, then the same 32 of the up, the last ones filled up.
  *                n2 activation, f2 limit (of those that are clamped). Last: out = in1? + f1 * y (f1 is 1 for plain y).
  *                out may be in1.
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
@@ -199,10 +200,14 @@ typedef struct pst_register {
  *                of group n0, in plane n5: see pst_pages. n6 0: of the first token of each sequence in the step, 1: of its
  *                others, whose keys PST_WRITE must have kept. f0 scale of q.k, f1 reach; p3 pst_pages; p0? int64 [2]: added
  *                are the tokens read, head by head, and those there were, of tokens that chose
- * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
+ * PST_ADD, PST_MUL         out = in0 + in1 (f0 not 0: in0 + f0 in1, rounded once), in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
- * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
+ * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1. n1 1: of what PST_LINEAR gives of a pair,
+ *                in0; not in place
+ * PST_ADAPT      in1 = in1 gain? + shift? + factor (in0 A^T) B^T [T or R, n0], of the adapter of each row's token; rows without one
+ *                stay as they are: in place on in1. p0 pst_token_adapters, p1 pst_adapter [..] of this product, both may change between
+ *                two runs; n2 their largest rank. n1 1, 2: the gate, the up of what PST_LINEAR gives of a pair
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
  *                and zeros
@@ -309,7 +314,7 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33, PST_REHEARSE,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT = 60
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
@@ -346,6 +351,24 @@ typedef struct pst_pages {
     double share;
     int32_t low, high, tokens, recent, max_tokens;
 } pst_pages;
+
+/* PST_ADAPT: which adapter each token of the step has. */
+typedef struct pst_token_adapters {
+    const int32_t *of_token; /* [T] numbers of adapters, -1: none. NULL: no token has one */
+    const int32_t *order;    /* [count] the tokens that have one, those of one adapter behind each other */
+    int32_t count;
+} pst_token_adapters;
+
+/* What one adapter does to one product with K inputs and N outputs. All NULL, rank 0: nothing. */
+typedef struct pst_adapter {
+    const void *a;      /* [rank][K] of `dtype`; K filled up with zeros to a multiple of 16 */
+    const void *b;      /* [ceil(N / 64)][rank][64] of `dtype`: what each rank gives to 64 outputs; zeros behind the last */
+    const float *gain;  /* [N], filled up to a multiple of 16, or NULL */
+    const float *shift; /* [N], filled up to a multiple of 16, or NULL */
+    int32_t dtype;      /* PST_F32, PST_F16 or PST_BF16 */
+    int32_t rank;       /* a multiple of 4 */
+    float factor;
+} pst_adapter;
 
 typedef struct pst_op {
     int32_t kind;

@@ -8,7 +8,7 @@
 namespace pst {
 
 struct Epilogue {
-    enum Kind { PLAIN = 0, ACTIVATED = 1, GATED = 2 };
+    enum Kind { PLAIN = 0, ACTIVATED = 1, GATED = 2, PAIRED = 3 };
 
     int kind = PLAIN;
     int activation = 0;

@@ -32,6 +32,7 @@ class Linear final : public Op {
         : cols_(matrices[0].cols), in_(in), residual_(residual ? *residual : out), out_(out), norm_(norm),
           epilogue_(epilogue), few_(std::min(capacity, std::max<int64_t>(1, FEW_NUMBERS / cols_))) {
         for (const pst_matrix& matrix : matrices) add(matrix);
+        if (epilogue_.kind == Epilogue::PAIRED) segments_[0].columns = panels_ * PANEL;  // as they lie
         shared_rows_ = capacity > few_ ? capacity : 0;
         bool ordered = false, all_of_codes = true;
         int64_t unpacked = 0, tile_rows = 0, widest = 1;
@@ -220,10 +221,10 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
     e.limit = op.f[2];
     e.factor = op.f[1];
     e.residual = op.in[1] >= 0;
-    check(e.kind >= Epilogue::PLAIN && e.kind <= Epilogue::GATED, "an output is plain, activated or gated");
-    check((e.kind == Epilogue::GATED) == (matrix.pair != 0), "what is gated is a pair, and the other way round");
+    check(e.kind >= Epilogue::PLAIN && e.kind <= Epilogue::PAIRED, "an output is plain, activated or gated");
+    check((e.kind >= Epilogue::GATED) == (matrix.pair != 0), "what is gated is a pair, and the other way round");
     const bool known = (e.activation >= PST_SILU && e.activation <= PST_QUICK_GELU) || is_clamped(e.activation);
-    check(e.kind == Epilogue::PLAIN || (known && (e.kind == Epilogue::GATED || !is_clamped(e.activation))),
+    check(e.kind == Epilogue::PLAIN || e.kind == Epilogue::PAIRED || (known && (e.kind == Epilogue::GATED || !is_clamped(e.activation))),
           "there is no such activation here");
     return e;
 }
@@ -257,6 +258,7 @@ OpPtr make_linear(const pst_op& op, const Maker& maker) {
     const pst_register &in = maker.reg(op.in[0]), &out = maker.reg(op.out);
     const pst_register* residual = epilogue.residual ? &maker.reg(op.in[1]) : nullptr;
     const int64_t capacity = maker.capacity(in);
+    if (epilogue.kind == Epilogue::PAIRED) outputs = divided(first->rows, PANEL) * PANEL;
     check(in.width == first->cols, "the input is as wide as the matrix has columns");
     check(out.width == outputs, "the output is as wide as the matrix has rows");
     check(in.rows == out.rows, "input and output have rows of one kind");

@@ -123,10 +123,34 @@ OpPtr make_activation(const Registers& r) {
     return for_activation(r.op.n[0], make);
 }
 
+// out = act(gate) * up, of rows in which 32 of the one and 32 of the other take turns
+template <class Each>
+struct GatedPairs final : Op {
+    View in, out;
+    pst_register shape;
+    Each each;
+
+    GatedPairs(const pst_register& x, const pst_register& y, Each each) : in(x), out(y), shape(y), each(each) {
+        check(x.rows == y.rows && x.width >= (y.width + 31) / 32 * 64, "pairs are twice as wide as what comes of them");
+    }
+    void run(Team& team, const Context& context) const override {
+        Each own = each;
+        each_piece(team, context.rows(shape), out.width, [&](int64_t row, int64_t from, int64_t to) {
+            for (; from < to; from += 32) {
+                const float* gate = in.row(row) + 2 * from;
+                map(gate, gate + 32, out.row(row) + from, std::min<int64_t>(32, to - from), own);
+            }
+        });
+    }
+};
+
 OpPtr make_gated(const Registers& r) {
     float limit = r.op.f[0];
-    auto make = [&](auto a) {
-        return r.binary([limit](F gate, F up) { return activate_gated(gate, up, decltype(a)::value, limit); });
+    const bool pairs = r.op.n[1] == 1;
+    auto make = [&](auto a) -> OpPtr {
+        auto each = [limit](F gate, F up) { return activate_gated(gate, up, decltype(a)::value, limit); };
+        if (pairs) return std::make_unique<GatedPairs<decltype(each)>>(r.in(0), r.out(), each);
+        return r.binary(each);
     };
     switch (r.op.n[0]) {
         case PST_SWIGLU_CLAMPED: return make(Constant<PST_SWIGLU_CLAMPED>());
@@ -200,7 +224,9 @@ OpPtr make_pointwise(const pst_op& op, const Maker& maker) {
     Registers r{op, maker};
     float f0 = op.f[0];
     switch (op.kind) {
-        case PST_ADD: return r.binary([](F x, F y) { return x + y; });
+        case PST_ADD:
+            if (f0 != 0.0f) return r.binary([f0](F x, F y) { return fma(all(f0), y, x); });
+            return r.binary([](F x, F y) { return x + y; });
         case PST_MUL: return r.binary([](F x, F y) { return x * y; });
         case PST_SCALE: return op.p[0] ? make_scale_columns(r) : r.unary([f0](F x) { return x * all(f0); });
         case PST_CLIP: return make_clip(r);

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 from penstock.base.version import __version__
 
 if TYPE_CHECKING:
+    from penstock.core.adapter import LoRARequest
     from penstock.core.output import CompletionOutput, Logprob, RequestOutput
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.launch.llm import LLM
     from penstock.text.decisions import DecisionOption, DecisionQuestion, Judgement
 
 __all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "DecisionOption", "DecisionQuestion", "Judgement", "Logprob",
-    "RequestOutput", "SamplingParams", "__version__",
+    "LLM", "BeamSearchParams", "CompletionOutput", "DecisionOption", "DecisionQuestion", "Judgement", "LoRARequest",
+    "Logprob", "RequestOutput", "SamplingParams", "__version__",
 ]  # fmt: skip
 
 _HOME = {
     "LLM": "penstock.launch.llm",
     "SamplingParams": "penstock.core.sampling",
+    "LoRARequest": "penstock.core.adapter",
     "BeamSearchParams": "penstock.core.sampling",
     "RequestOutput": "penstock.core.output",
     "CompletionOutput": "penstock.core.output",

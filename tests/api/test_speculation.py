@@ -109,7 +109,7 @@ def test_right_drafts_behind_the_end_are_not_accepted() -> None:
 
 
 def test_row23_penalties_structured_output_and_speculation_together(drafting: LiveServer, plain: LiveServer) -> None:
-    """LoRA, the fourth of that row, is not in this version: it is refused when the server starts."""
+    """LoRA, the fourth of that row, is in tests/engine/test_adapters.py."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 6}},
               "required": ["a"], "additionalProperties": False}  # fmt: skip
     body = {

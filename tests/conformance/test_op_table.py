@@ -9,7 +9,7 @@ from penstock.backends import BACKENDS
 from penstock.base.bf16 import narrow, widen
 from penstock.ops.blas import BLAS
 from penstock.ops.ref import REF
-from penstock.ops.table import OP_NAMES, OpTable
+from penstock.ops.table import BESIDE, OP_NAMES, OpTable
 from tests.engine.harness import Knobs, real_engine, request, run, tiny
 from tests.engine.naive import log_softmax
 from tests.oracle import NaiveModel
@@ -23,7 +23,7 @@ def table(request: pytest.FixtureRequest) -> OpTable:
 
 
 def test_complete(table: OpTable) -> None:
-    assert set(table) == OP_NAMES - {"attention"}
+    assert set(table) == OP_NAMES - BESIDE
     assert BACKENDS.traits(table.name).batch_invariant == table.batch_invariant
 
 

@@ -78,6 +78,8 @@ class Knobs:
     expert_bytes: int | None = None  # memory for experts, with ops native
     expert_eviction: str = "lru"
     expert_prediction: str = "none"
+    adapters: int = 0  # that run at once; 0: none are served
+    adapters_held: int = 0
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -145,6 +147,9 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         expert_memory_bytes=k.expert_bytes,
         expert_eviction=k.expert_eviction,
         expert_prediction=k.expert_prediction,
+        enable_lora=k.adapters > 0,
+        max_loras=k.adapters or 1,
+        max_cpu_loras=k.adapters_held or k.adapters or 1,
     )
 
 
@@ -175,7 +180,7 @@ def fake_engine(
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
     speculation: dict[str, Any] | None = None, draft_models: Sequence[tuple[ModelSpec, Any]] = (),
-    events: Any = None, packed: Any = None,
+    events: Any = None, packed: Any = None, load_adapter: Any = None,
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
@@ -197,6 +202,7 @@ def real_engine(
         drafter=drafter,
         drafts=drafts,
         loaded_drafts=draft_models,
+        load_adapter=load_adapter,
         events=events,
         packed=packed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,14 @@ class WeightStore(Protocol):
     def keep(self, matrices: Mapping[str, Any]) -> None:
         """For the next start; a warning in the log if the disk does not take it."""
         ...
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    """How many adapters a step of a model may have, and their largest rank."""
+
+    count: int
+    max_rank: int
 
 
 class Backend(Protocol):
@@ -92,9 +101,10 @@ class Backend(Protocol):
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
-        matrices: Mapping[str, Any] | None = None, like: Forward | None = None,
+        matrices: Mapping[str, Any] | None = None, like: Forward | None = None, adapters: AdapterRoom | None = None,
     ) -> Forward:  # fmt: skip
-        """A graph as something to run, for steps of `max_tokens` tokens.
+        """A graph as something to run, for steps of `max_tokens` tokens; with `adapters` a
+        `model.forward.AdaptingForward` (`why_not` has looked).
 
         `matrices`: of a WeightStore. `like`: a model that this backend made and that has all of the graph's weights,
         which are not held twice.

@@ -12,7 +12,9 @@ import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.core.protocols import AttentionBackend
-from penstock.model.graph import STEP_INPUTS, Graph, Node, Value, layer_bounds
+from penstock.model.adapted import adapted
+from penstock.model.graph import NO_LAYER, STEP_INPUTS, Graph, Node, Value, layer_bounds
+from penstock.ops.adapters import LowRank, PlainTable, adapt
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.step import Step
 from penstock.ops.table import Op, OpTable
@@ -44,9 +46,12 @@ class Program:
             runs on every token grows by T per call.
     """
 
-    def __init__(self, graph: Graph, ops: OpTable, attention: AttentionBackend) -> None:
+    def __init__(
+        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: PlainTable | None = None
+    ) -> None:
+        """`adapters`: of a graph with places for them."""
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
-        made = _Lowering(graph, ops, attention)
+        made = _Lowering(graph, ops, attention, adapters)
         self.code, num_body = made.calls()
         self._bounds = layer_bounds(graph, made.ends)
         self.num_layers = len(self._bounds) - 1
@@ -131,6 +136,28 @@ class Program:
         return [call.text for call in self.code]
 
 
+class AdaptedProgram(Program):
+    """See `model.forward.AdaptingForward`: every product of a layer may be adapted."""
+
+    def __init__(self, graph: Graph, ops: OpTable, attention: AttentionBackend, count: int) -> None:
+        """`count`: adapters that a step may have."""
+        self._table = PlainTable(count)
+        names = {n.weights[0] for n in graph.nodes if n.op == "linear" and n.layer != NO_LAYER}
+        super().__init__(adapted(graph, names), ops, attention, self._table)
+
+    def prepare(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
+        """See `ops.adapters.AdapterTable`."""
+        return self._table.prepare(parts)
+
+    def put(self, number: int, parts: Mapping[str, LowRank]) -> None:
+        """See `ops.adapters.AdapterTable`."""
+        self._table.put(number, parts)
+
+    def drop(self, number: int) -> None:
+        """See `ops.adapters.AdapterTable`."""
+        self._table.drop(number)
+
+
 _Key = tuple[int, int, int, int | None]
 """A value: its maker, columns and heads."""
 
@@ -141,7 +168,10 @@ class _Lowering:
     Views become calls of `heads`, `flat` and `columns` where they are first read.
     """
 
-    def __init__(self, graph: Graph, ops: OpTable, attention: AttentionBackend) -> None:
+    def __init__(
+        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: PlainTable | None = None
+    ) -> None:
+        self._adapters = adapters
         self.num_registers = len(STEP_INPUTS)
         self._ops, self._attention = ops, attention
         self._made: list[tuple[BoundCall, tuple[_Key | int, ...], _Key | None]] = []
@@ -192,6 +222,11 @@ class _Lowering:
         if node.takes is not None:
             name, place = node.takes
             inputs.insert(place, STEP_INPUTS.index(name))
+        if node.op == "adapt":
+            assert self._adapters is not None, "only a program with a table of adapters has places for them"
+            own = BoundCall(node.op, adapt, (), -1, (self._adapters.of(node.bound[0]),), {}, node.label)
+            self._add(own, inputs, self._key(node.out) if node.out is not None else None, node.out)
+            return
         fn = self._attention.attend if node.op == "attention" else self._ops[node.op]
         named = {**node.named, "linear": self._ops["linear"]} if node.op == "experts" else node.named
         out = None if node.out is None else self._key(node.out)

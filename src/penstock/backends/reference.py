@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.backends.program import Program
+from penstock.backends.backend import AdapterRoom
+from penstock.backends.program import AdaptedProgram, Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
@@ -64,9 +65,11 @@ class ReferenceBackend:
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
-        matrices: Mapping[str, Any] | None = None, like: Forward | None = None,
+        matrices: Mapping[str, Any] | None = None, like: Forward | None = None, adapters: AdapterRoom | None = None,
     ) -> Program:  # fmt: skip
         assert quantization == "none", "the reference operations take weights as they are"
+        if adapters is not None:
+            return AdaptedProgram(graph, self._table, self._attention, adapters.count)
         return Program(graph, self._table, self._attention)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.config.graphs import parse_sizes
 from penstock.config.kv_events import parse_kv_events
+from penstock.config.lora import LoraConfig, check_lora
 from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
@@ -375,9 +376,14 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         cache = self.cache
+        where = self.execution.packed_weights
+        by_layer = self.execution.weight_memory_bytes is not None or where == "streamed"
+        moving = by_layer or self.execution.expert_memory_bytes is not None
+        check_lora(self.lora, cache.kv_offload_format, cache.kv_events_config, moving=moving)
         parse_rope_scaling(self.model.rope_scaling)
         parse_speculative(self.execution.speculative_config)
         if cache.kv_cache_dtype != "auto":
@@ -391,16 +397,13 @@ class EngineConfig:
                 f"{cache.kv_cache_memory_bytes}: both set the size of the KV memory; give only one of them",
                 field="num_gpu_blocks_override",
             )
-        where = self.execution.packed_weights
         if self.execution.weight_memory_bytes is not None and where not in ("auto", "streamed"):
             raise ConfigError(
                 f"weight_memory_bytes: layers are read from the disk, and packed_weights {where} has all of them in "
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
             )
-        if self.execution.expert_memory_bytes is not None and (
-            self.execution.weight_memory_bytes is not None or where == "streamed"
-        ):
+        if self.execution.expert_memory_bytes is not None and by_layer:
             raise ConfigError(
                 "expert_memory_bytes: experts come one by one as routers choose them, and with weight_memory_bytes or "
                 "packed_weights streamed whole layers do; give only one of them",
@@ -434,6 +437,7 @@ SECTIONS: dict[str, type[Section]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "execution": ExecutionConfig,
+    "lora": LoraConfig,
 }
 """TOML table name -> section class."""
 

@@ -58,6 +58,8 @@ ALIASES: dict[str, SameName] = {
     "disable_cascade_attn": SameName("cascade_attention", opposite=True),
     "random_seed": SameName("seed"),
     "served_model_names": SameName("served_model_name"),
+    "lora_paths": SameName("lora_modules"),
+    "max_loras_per_batch": SameName("max_loras"),
     # llama.cpp: `-c` is what its slots share, which is what one conversation gets with its usual single slot.
     "offload_prefetch_step": SameName("weight_prefetch"),
     "hf_repo": SameName("model", ("-hf", "-hfr")),
@@ -145,9 +147,7 @@ _add(
 _add("running one model on several devices isn't in this version; leave it away",
      "enable_expert_parallel/-ep enable_eplb sharded", False, switch=True)  # fmt: skip
 _add("running several replicas isn't in this version; use 1", "data_parallel_size/-dp dp_size", 1)
-_add("LoRA adapters aren't in this version; merge the adapter into the weights", "enable_lora", False, switch=True)
-_add("LoRA adapters aren't in this version; merge the adapter into the weights", "lora_modules lora_paths lora "
-     "lora_adapters lora_scaled max_loras max_lora_rank max_cpu_loras max_loras_per_batch")  # fmt: skip
+_add("adapters are PEFT folders, named with lora_modules: name=path", "lora lora_adapters lora_scaled")
 _add("images and sound aren't in this version; leave it away", "mmproj mmproj_url limit_mm_per_prompt "
      "mm_processor_kwargs allowed_media_domains allowed_local_media_path")  # fmt: skip
 _add("moving KV between machines isn't in this version", "kv_transfer_config")

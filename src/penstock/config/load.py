@@ -26,6 +26,8 @@ _FOREIGN = "foreign:"
 """Before other engines' names in a namespace: commands have arguments of their own that are called so."""
 _SHORT = {"speculative_config": ("-sc",)}
 """vLLM's short flags."""
+_SEVERAL = ("lora_modules",)
+"""Whose flag takes several words."""
 SERVER_SETTINGS: dict[str, Setting] = {item.name: item for item in settings_of(ServerConfig)}
 SERVING = SETTINGS | SERVER_SETTINGS
 log = logging.getLogger("penstock.config")
@@ -255,6 +257,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
         _add_hidden(parser, name, foreign.flags, None if foreign.switch else literal, nargs="?")
 
 
+class _Joined(argparse.Action):
+    """Several words as one text, as a file or the environment gives it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def _add_hidden(
     parser: argparse.ArgumentParser,
     name: str,
@@ -285,4 +294,9 @@ def _add_flag(group: argparse._ArgumentGroup, item: Setting) -> None:
     metavar = "{" + ",".join(item.choices) + "}" if item.choices else {int: "N", float: "X", str: "NAME"}[item.kind]
     convert = CONVERT[item.kind]
     flags = (item.flag, *_SHORT.get(item.name, ()))
+    if item.name in _SEVERAL:
+        group.add_argument(
+            *flags, dest=item.name, nargs="+", action=_Joined, metavar="NAME=PATH", default=argparse.SUPPRESS, help=text
+        )
+        return
     group.add_argument(*flags, dest=item.name, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)

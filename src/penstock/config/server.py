@@ -16,6 +16,14 @@ class ServerConfig(Section):
     port: int = setting(8000, "Port to listen on; 0 takes any that is free.", minimum=0, maximum=65535)
     uds: str | None = setting(None, "Listen on this unix socket instead.")
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
+    lora_modules: str | None = setting(
+        None,
+        "Adapters that are served from the start, by the names by which clients call them: name=path, with spaces "
+        'between several, or JSON objects {"name": "sql", "path": "adapters/sql"}.',
+    )
+    lora_root: str | None = setting(
+        None, "Folder below which adapters may be loaded while the server runs (/v1/load_lora_adapter); none: nowhere."
+    )
     any_model_name: bool = setting(
         False,
         "Answer requests for models of any other name, too, with the model that is served, under its own name. What "

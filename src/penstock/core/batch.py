@@ -208,3 +208,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     read: dict[int, tuple[int, float, float]] = {}  # by tier; see `BlockFiles.took`
     weights: tuple[int, float] = (0, 0.0)  # bytes of weights that were read meanwhile, and seconds of waiting for them
     experts: tuple[float, ...] = ()  # of `core.events.EXPERT_COUNTS`, where experts are not all in memory
+    adapters: tuple[int, int, int, float] | None = None  # see `RankAdapters.counts`

@@ -113,6 +113,12 @@ class EngineStats(ExpertCounts):
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0
+    num_adapters_wanted: int = 0
+    """Times that a row needed an adapter; `num_adapter_hits`: it was in memory; `num_adapters_given_up`: for others;
+    `adapter_wait_s`: seconds that steps waited for those that were not."""
+    num_adapter_hits: int = 0
+    num_adapters_given_up: int = 0
+    adapter_wait_s: float = 0.0
     num_drafts: int = 0
     """Rows whose drafts were verified (vLLM's word)."""
     num_draft_tokens: int = 0
@@ -129,11 +135,14 @@ class EngineStats(ExpertCounts):
     """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 
     def ran(
-        self, late: int, chosen: int, choosable: int, weights: int, waited_s: float, experts: Sequence[float]
-    ) -> None:
-        """A step: `num_late`, `chosen`, `weights` and `experts` of its `StepOutput`."""
+        self, late: int, chosen: int, choosable: int, weights: int, waited_s: float, experts: Sequence[float] = (),
+        adapters: tuple[int, int, int, float] | None = None,
+    ) -> None:  # fmt: skip
+        """A step: `num_late`, `chosen`, `weights`, `experts` and `adapters` of its `StepOutput`."""
         for name, more in zip(EXPERT_COUNTS, experts, strict=False):
             setattr(self, name, getattr(self, name) + more)
+        if adapters is not None:
+            self.num_adapters_wanted, self.num_adapter_hits, self.num_adapters_given_up, self.adapter_wait_s = adapters
         self.num_late_compilations += late
         self.num_chosen_tokens += chosen
         self.num_choosable_tokens += choosable

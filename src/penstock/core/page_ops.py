@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.core.adapter import AdapterRef
+
 STATE = ".state"
 """Ends the path of what a sequence's slots hold; other paths are those of blocks, of all groups with tokens."""
 HOST, DISK, REMOTE = 1, 2, 3
@@ -150,6 +152,12 @@ class BlendOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):
     num_tokens: int
 
 
-OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp
-"""What tiers outside the engine are told (`runner.outside`)."""
+class AdapterOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
+    """Somebody who waits has this adapter: read it beside the steps. No page moves."""
+
+    adapter: AdapterRef
+
+
+OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp | AdapterOp
+"""What tiers outside the engine are told (`runner.outside`), and who reads adapters: no page of the device is named."""
 AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | StreamOp | OutsideOp | BlendOp

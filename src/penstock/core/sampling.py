@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.adapter import AdapterRef
+
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (vLLM's `_SAMPLING_EPS`)."""
 
@@ -193,6 +195,8 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What may come before the answer, if `grammar` lets a thought come first."""
     logprob_ids: list[int] = []
     """Whose log-probabilities are told instead of the likeliest ones'; `num_logprobs` is 0 then."""
+    adapter: AdapterRef | None = None
+    """What changes the model's products for this request."""
 
     @property
     def greedy(self) -> bool:

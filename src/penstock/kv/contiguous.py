@@ -114,7 +114,7 @@ class ContiguousManager(KVManager):
         for g, first in zip(self._paged, firsts, strict=True):
             ids = self.pools[g].alloc_run(first, num_blocks)
             seq.tables[g].ids = ids
-            self._outbox.table(seq.seq_id, g, 0, ids)
+            self.outbox.table(seq.seq_id, g, 0, ids)
         self._opened[seq.seq_id] = 0
 
     # -- growth --------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ContiguousManager(KVManager):
         first, end = self._opened[seq.seq_id], self._blocks(num_tokens)
         if end > first:
             for g in self._paged:
-                self._outbox.zero_slabs(g, seq.tables[g].ids[first:end])
+                self.outbox.zero_slabs(g, seq.tables[g].ids[first:end])
             self._open(seq, end)
         return True
 
@@ -155,13 +155,13 @@ class ContiguousManager(KVManager):
         new = pool.alloc_run(first, num_blocks, old)
         moves = list(zip(old[: self._opened[seq.seq_id]], new, strict=False)) if new[0] != old[0] else []
         for src, dst in moves if new[0] < old[0] else reversed(moves):
-            self._outbox.copy_slab(g, src, dst)
+            self.outbox.copy_slab(g, src, dst)
         if g == self._paged[0]:
             self.num_moved_blocks += len(moves)
         kept = set(new)
         pool.unref_slabs(slab for slab in reversed(old) if slab not in kept)
         table.ids = new
-        self._outbox.table(seq.seq_id, g, 0, new)
+        self.outbox.table(seq.seq_id, g, 0, new)
 
     # -- forks, release ------------------------------------------------------------------------------------------
 
@@ -181,12 +181,12 @@ class ContiguousManager(KVManager):
         child.tables = [BlockTable() for _ in self.groups]
         for g, slab in zip(self._slots, slots, strict=True):
             child.tables[g].ids = [slab]
-            self._outbox.table(child.seq_id, g, 0, [slab])
+            self.outbox.table(child.seq_id, g, 0, [slab])
         self._settle(child, firsts, num_blocks)
         used = self._blocks(parent.num_computed)
         for g in self._paged:
             for src, dst in zip(parent.tables[g].ids[:used], child.tables[g].ids, strict=False):
-                self._outbox.copy_slab(g, src, dst)
+                self.outbox.copy_slab(g, src, dst)
         self._open(child, used)
         child.node = PrefixCursor(None, 0, NEVER, self._leaving.generation)
         child.num_computed = parent.num_computed

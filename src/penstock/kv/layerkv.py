@@ -244,11 +244,11 @@ class LayerKVManager(KVManager):
             turn = away.index(layer) if layer in away else -1
             if turn < NUM_SETS:
                 fresh, pages = pages[:num_new], pages[num_new:]
-                self._outbox.zero_pages(0, fresh)
+                self.outbox.zero_pages(0, fresh)
             else:
                 fresh = lines[away[turn % NUM_SETS]][first:]
             line += fresh
-            self._outbox.table(seq.seq_id, 0, first, fresh, layer)
+            self.outbox.table(seq.seq_id, 0, first, fresh, layer)
         return True
 
     def _bring_back(self, seq: Sequence, start: int, *, spare: int) -> bool:
@@ -262,7 +262,7 @@ class LayerKVManager(KVManager):
         pages = self._pool.alloc_pages(num_blocks)
         assert pages is not None, "there was room"
         table.layers[layer][:] = pages
-        self._outbox.table(seq.seq_id, 0, 0, pages, layer)
+        self.outbox.table(seq.seq_id, 0, 0, pages, layer)
         self._load(seq, layer, start)
         self.num_brought_back += 1
         if len(table.away) == NUM_SETS:
@@ -275,9 +275,9 @@ class LayerKVManager(KVManager):
         """Plan to copy what a layer has of the first so many tokens from where it is."""
         move, pages = self.swaps.next_move(), seq.tables[0].layers[layer]
         known = self._blocks(num_tokens)
-        self._outbox.zero_pages(0, pages[known:])
+        self.outbox.zero_pages(0, pages[known:])
         for block, home in enumerate(self._homes[seq.seq_id][:known]):
-            self._outbox.add(LoadOp(0, home * self._width + layer, pages[block], 1, move))
+            self.outbox.add(LoadOp(0, home * self._width + layer, pages[block], 1, move))
 
     def _forget(self, seq: Sequence) -> None:
         """Nothing of `seq` is away any more."""
@@ -296,7 +296,7 @@ class LayerKVManager(KVManager):
         used = self._blocks(num_tokens)
         for layer in set(range(self._width)).difference(table.away):
             for page, home in zip(table.layers[layer], homes[:used], strict=False):
-                self._outbox.add(StoreOp(0, page, home * self._width + layer, 1))
+                self.outbox.add(StoreOp(0, page, home * self._width + layer, 1))
         self.swaps.tier.prepare_load([homes[:used]])  # a holder of their own
         self.release(seq)
         seq.swapped = Swapped(num_tokens, [homes[:used]], None)
@@ -313,7 +313,7 @@ class LayerKVManager(KVManager):
 
     def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         for seq_id in self._written:
-            self._outbox.add(self._stream(seq_id))
+            self.outbox.add(self._stream(seq_id))
         self._written.clear()
         self._entered.clear()
         self._must_run = False

@@ -105,14 +105,14 @@ class KVManager:
         self._slots = tuple(g.index for g in self.groups if g.spec.kind == "slot")
         self._refs = [pool.refs for pool in self.pools]
         self.backing = Backing(self.groups, self.pools, block_size)
-        self._outbox = Outbox(self.pools)
+        self.outbox = Outbox(self.pools)
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
         rule = CHECKPOINT_RULES.get(slot_checkpoint_rule)(distance, block_size)
-        self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self._outbox)
-        self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self._outbox, block_size)
-        self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, rule)
-        outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self._outbox)
+        self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self.outbox)
+        self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self.outbox, block_size)
+        self._states = Checkpoints(self._slots, self.pools, self.cache, self.outbox, block_size, rule)
+        outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self.outbox)
         self.swaps = Swaps(outside, self.groups, self.pools, block_size)
         if offload:
             assert keeping is None, "selections take blocks back from the prefix cache"
@@ -121,7 +121,7 @@ class KVManager:
         self.stored: StoredBlocks | None = None
         if store is not None:
             assert keeping is None, "what selections leave is no whole block"
-            self.stored = StoredBlocks(store, self.swaps, self.groups, self._outbox, block_size)
+            self.stored = StoredBlocks(store, self.swaps, self.groups, self.outbox, block_size)
             self.measures.append(self.stored.stepped)
         self.events: EventRecorder | None = None
         """What has changed in the prefix cache, its tier and the store. None: nobody asks."""
@@ -134,7 +134,7 @@ class KVManager:
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
             self.selections = selections_of(
-                keeping, self.pools[0], self._room, self._outbox, block_size, self._withdraw, self.swaps.tier,
+                keeping, self.pools[0], self._room, self.outbox, block_size, self._withdraw, self.swaps.tier,
                 lambda seq: self._leaving.leave(seq.node),
             )  # fmt: skip
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
@@ -225,7 +225,7 @@ class KVManager:
             seq.tables[g].ids = [slots[j]]
         self._states.fill(slots, self.cache.checkpoint(entry) if num_blocks else None)
         for g, table in enumerate(seq.tables):
-            self._outbox.whole_table(seq.seq_id, g, table)
+            self.outbox.whole_table(seq.seq_id, g, table)
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
         seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._leaving.generation, branch)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
@@ -315,7 +315,7 @@ class KVManager:
             return False
         for g, plan in plans:
             if plan.num_slabs or plan.num_pages:
-                apply_growth(seq.tables[g], self.pools[g], plan, seq.seq_id, g, self._outbox)
+                apply_growth(seq.tables[g], self.pools[g], plan, seq.seq_id, g, self.outbox)
                 self._num_cow_copies += len(plan.copies)
         return True
 
@@ -425,7 +425,7 @@ class KVManager:
             else:
                 copy = self.selections.share(table, self.pools[g], parent, child)
             child.tables.append(copy)
-            self._outbox.whole_table(child.seq_id, g, copy)
+            self.outbox.whole_table(child.seq_id, g, copy)
         cursor: PrefixCursor = parent.node
         child.node = cursor.copy()
         if cursor.holding and cursor.generation == self._leaving.generation:
@@ -451,7 +451,7 @@ class KVManager:
             return True
         if not self._room.reserve([Want(group_index, 0, len(table.held) * pool.pages_per_slab)]):
             return False
-        make_ragged(table, pool, seq.seq_id, group_index, self._outbox)
+        make_ragged(table, pool, seq.seq_id, group_index, self.outbox)
         cursor: PrefixCursor = seq.node
         cursor.front = None  # what is read goes to the slabs that it had
         self._stop_following(cursor)
@@ -464,7 +464,7 @@ class KVManager:
 
         What steps in flight saw of it becomes free, or evictable, when they have retired.
         """
-        self._outbox.discard(seq.seq_id)
+        self.outbox.discard(seq.seq_id)
         for g, table in enumerate(seq.tables):
             self.selections.release(seq, table, self.pools[g])
         if seq.node is not None:
@@ -491,7 +491,7 @@ class KVManager:
         """What the next step has to carry out first: table updates and page operations, in order of planning."""
         if self.stored is not None:
             self.stored.take_waiting()
-        return self._outbox.drain()
+        return self.outbox.drain()
 
     @property
     def orders_wait(self) -> bool:
@@ -544,4 +544,4 @@ class KVManager:
         live = list(live)
         self.swaps.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation)
-        audit.run(live, self.hints.entries(), self._outbox.pending(), self.swaps.loads)
+        audit.run(live, self.hints.entries(), self.outbox.pending(), self.swaps.loads)

@@ -225,11 +225,11 @@ class ModuleKVManager(KVManager):
     def _copy_block(self, seq: Sequence, group: int, slab: int, number: int) -> None:
         table = seq.tables[group]
         if table.layers is None:
-            self._outbox.copy_slab(group, slab, table.ids[number])
+            self.outbox.copy_slab(group, slab, table.ids[number])
             return
         width = self.pools[group].pages_per_slab
         for layer, pages in enumerate(table.layers):
-            self._outbox.copy_page(group, slab * width + layer, pages[number])
+            self.outbox.copy_page(group, slab * width + layer, pages[number])
 
     def _keep(self, placed: Placed, module: PromptModule) -> None:
         """Copy what the prefix cache lacks of a module into it, if there is room, as the beginning of a prompt."""
@@ -253,7 +253,7 @@ class ModuleKVManager(KVManager):
                 slabs = self.pools[g].alloc_slabs(missing)
                 assert slabs is not None
                 for src, dst in zip(table.ids[module.start // size + known : module.end // size], slabs, strict=True):
-                    self._outbox.copy_slab(g, src, dst)
+                    self.outbox.copy_slab(g, src, dst)
                 columns.append(slabs)
             blocks: list[tuple[int, ...]] = list(zip(*columns, strict=True))
             entry, existing, num_new = self.cache.insert(entry, text[known * size :].tobytes(), blocks)

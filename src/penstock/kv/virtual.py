@@ -95,7 +95,7 @@ class VirtualManager(ContiguousManager):
     def release(self, seq: Sequence) -> None:
         if self._opened.get(seq.seq_id, 0):
             for g in self._paged:
-                self._outbox.zero_slabs(g, seq.tables[g].ids)
+                self.outbox.zero_slabs(g, seq.tables[g].ids)
         super().release(seq)
 
     def num_held(self, seq: Sequence) -> int:

@@ -81,7 +81,7 @@ class VTensorManager(VirtualManager):
             self._num_chunks -= self._chunks(opened)
             for g in self._paged:
                 width, num = self.pools[g].pages_per_slab, self._chunks(opened) * self.chunk_blocks
-                self._outbox.add(PageOp(g, GIVEN_UP, seq.tables[g].ids[0] * width, num * width))
+                self.outbox.add(PageOp(g, GIVEN_UP, seq.tables[g].ids[0] * width, num * width))
         super(VirtualManager, self).release(seq)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.backend import Backend, WeightStore
+from penstock.backends.backend import AdapterRoom, Backend, WeightStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
@@ -23,7 +23,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.stored import StoreSettings
 from penstock.launch.backend import backend_of
 from penstock.launch.drafts import LoadedDraft, draft_models
-from penstock.launch.parts import Parts, make_rank
+from penstock.launch.parts import Load, Parts, make_rank
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
 from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
@@ -53,13 +53,17 @@ def assemble(
     drafter: Drafter | None = None,
     loaded_drafts: Sequence[LoadedDraft] = (),
     packed: WeightStore | None = None,
+    load_adapter: Load | None = None,
     **engine: Any,
 ) -> EngineCore:
     """The engine over a model whose weights are in memory (tests, tools); `build.start` takes one from disk.
 
     `draft models`: the draft models of `plan.drafts`, in that order. `packed`: see `model_parts`. Else as `connect`.
     """
-    parts = model_parts(config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter, packed=packed)
+    parts = model_parts(
+        config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter, packed=packed,
+        load_adapter=load_adapter,
+    )  # fmt: skip
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -138,6 +142,7 @@ def model_parts(
     encode: Callable[[str], list[int]] | None = None,
     kinds: TokenKinds = NO_KINDS,
     drafter: Drafter | None = None,
+    load_adapter: Load | None = None,
 ) -> Parts:
     """The parts of a rank that runs a model.
 
@@ -153,6 +158,7 @@ def model_parts(
     forward = model.on(
         backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
         rank_groups=plan.groups, matrices=None if packed is None else packed.matrices,
+        adapters=adapter_room(config),
     )  # fmt: skip
     if packed is not None:
         packed.keep(backend.matrices(forward))
@@ -173,7 +179,13 @@ def model_parts(
         drafter=drafter,
         select=None if selector is None else (selector, spec),
         part=lambda layers: model.part(backend, forward, layers, max_tokens=plan.max_num_batched_tokens),
+        load_adapter=load_adapter,
     )
+
+
+def adapter_room(config: EngineConfig) -> AdapterRoom | None:
+    lora = config.lora
+    return AdapterRoom(lora.in_memory, lora.max_lora_rank) if lora.enable_lora else None
 
 
 def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> DecoderModel:
@@ -224,9 +236,14 @@ def engine_core(
         pin_share=config.cache.kv_pin_share,
         **({"layer_tpot": config.cache.kv_layer_tpot} if config.cache.kv_allocator == "layerkv" else {}),
     )
+    policy = make_policy(config.scheduler.scheduling_policy)
+    if config.lora.enable_lora:
+        from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
+
+        policy = WithAdapters(policy, config.lora.max_loras)
     scheduler = Scheduler(
         kv,
-        make_policy(config.scheduler.scheduling_policy),
+        policy,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=plan.block_size,

@@ -41,6 +41,7 @@ from penstock.plan.resolve import Plan, resolve
 from penstock.text.limits import Limits
 
 if TYPE_CHECKING:
+    from penstock.launch.adapters import AdapterBook
     from penstock.text.defaults import Defaults
     from penstock.text.tokenizer import Tokenizer
 
@@ -63,6 +64,8 @@ class Engine:
     named_templates: dict[str, str]
     no_tokenizer: str
     """Why there is no tokenizer, if the model has none. An engine that serves has none of its own (`start`)."""
+    adapters: AdapterBook | None
+    """None: it serves none."""
     hold: Hold
     """Keeps models that were pulled from being removed."""
 
@@ -142,6 +145,11 @@ def start(
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
     decisions = (*chosen, *speculates, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
     decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan), *events_decision(config))
+    adapters = None
+    if config.lora.enable_lora:
+        from penstock.launch.adapters import book_of  # nobody else needs it at the start
+
+        adapters = book_of(config, checkpoint)
     defaults = None
     if not serving:
         defaults, said = _sampling(checkpoint.generation_config, limits, config)
@@ -157,6 +165,7 @@ def start(
         chat_template=files.tokenizer.chat_template,
         named_templates=files.tokenizer.named_templates,
         no_tokenizer=files.tokenizer.reason or "the engine was started with skip_tokenizer_init",
+        adapters=adapters,
         hold=hold,
     )
 

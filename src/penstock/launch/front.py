@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.config import EngineConfig
 from penstock.core.messages import EngineInfo
@@ -17,11 +18,15 @@ from penstock.text.defaults import Wanted
 from penstock.text.limits import Limits
 from penstock.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from penstock.launch.adapters import AdapterBook
+
 
 @dataclass(frozen=True)
 class Front:
     """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults; `sampling`:
-    the settings about them; `family`: of its architecture."""
+    the settings about them; `family`: of its architecture; `adapters`: None if it serves
+    none."""
 
     path: Path
     tokenizer: Tokenizer | None
@@ -31,6 +36,7 @@ class Front:
     generation_config: dict[str, object]
     sampling: Wanted
     family: str = ""
+    adapters: AdapterBook | None = None
 
 
 def open_front(config: EngineConfig) -> Front:
@@ -52,6 +58,11 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
 
     def load() -> Front:
+        adapters = None
+        if config.lora.enable_lora:
+            from penstock.launch.adapters import book_of  # nobody else needs it at the start
+
+            adapters = book_of(config, checkpoint)
         return Front(
             path=Path(path),
             tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
@@ -61,6 +72,7 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
             generation_config=dict(checkpoint.generation_config),
             sampling=Wanted(config.model.generation_config, config.model.repetition_detection),
             family=checkpoint.spec.family,
+            adapters=adapters,
         )
 
     return load

@@ -14,6 +14,7 @@ from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.compress.options import read_options
 from penstock.config import EngineConfig, from_kwargs
+from penstock.core.adapter import AdapterRef, LoRARequest
 from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint, plain, read_hints
 from penstock.core.output import (
@@ -41,6 +42,7 @@ from penstock.text.validate import build_pooling_request, build_request
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Compression = PromptCompression | Mapping[str, Any]
 
 
@@ -101,6 +103,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         prompt_compression: Compression | None = None,
         kv_hints: Any = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
@@ -110,15 +113,17 @@ class LLM:
         any of them runs. `priority`: one number per prompt, smaller goes first under `scheduling_policy="priority"`.
         `prompt_compression`: drop tokens of every prompt first (`core.compression`); what is left is the prompt.
         `kv_hints`: what is to happen to the cached blocks of every prompt (`core.kv_hints`), as
-        `[{"action": "retain", "ttl": "5m"}]`.
+        `[{"action": "retain", "ttl": "5m"}]`. `lora_request`: an adapter for all prompts, or one (or None) for each;
+        needs `enable_lora`.
         Raises InputError naming the field that has to change.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
         ranks = self._priorities(priority, len(listed))
+        refs = self._adapters(lora_request, len(listed))
         made = [
-            (*self._request(self._tokens(p), s, rank, prompt_compression, kv_hints), s)
-            for p, s, rank in zip(listed, params, ranks, strict=True)
+            (*self._request(self._tokens(p), s, rank, prompt_compression, kv_hints, ref), s)
+            for p, s, rank, ref in zip(listed, params, ranks, refs, strict=True)
         ]
         return self._run(made, use_tqdm)
 
@@ -134,11 +139,12 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         prompt_compression: Compression | None = None,
         kv_hints: Any = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them. Text in a message can never open a role.
 
-        `prompt_compression` and `kv_hints` as in `generate`; a hint may count `messages` instead of tokens.
+        `prompt_compression`, `kv_hints` and `lora_request` as in `generate`; a hint may count `messages`, not tokens.
         """
         if len(messages) == 0:
             raise InputError("messages must not be empty", param="messages")
@@ -146,7 +152,8 @@ class LLM:
         conversations: list[Any] = list(messages) if many else [messages]
         params = self._params_for(sampling_params, len(conversations))
         made = []
-        for conversation, s in zip(conversations, params, strict=True):
+        refs = self._adapters(lora_request, len(conversations))
+        for conversation, s, ref in zip(conversations, params, refs, strict=True):
             prompt = self._chat_tokens(
                 conversation,
                 chat_template=chat_template,
@@ -155,15 +162,17 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            made.append((*self._request(prompt, s, 0, prompt_compression, kv_hints), s))
+            made.append((*self._request(prompt, s, 0, prompt_compression, kv_hints, ref), s))
         return self._run(made, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
-    ) -> list[BeamSearchOutput]:
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: Adapters = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
         """The `beam_width` best continuations of each prompt, best first (rules: `engine.beam`)."""
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        requests = [self._request(self._tokens(prompt), params) for prompt in listed]
+        refs = self._adapters(lora_request, len(listed))
+        requests = [self._request(self._tokens(p), params, adapter=ref) for p, ref in zip(listed, refs, strict=True)]
         for request, text in requests:
             self._processor.add(request, None, text)
         done: dict[str, BeamSearchOutput] = {}
@@ -181,13 +190,15 @@ class LLM:
         pooling: str = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
         """One vector per prompt: a pooled hidden state (`runner.pooling`), of length 1 unless `normalize` is false."""
         spec = self._engine.spec
         check_dimensions(dimensions, spec.embed_size or spec.hidden_size)
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        requests = [self._pooling_request(self._tokens(prompt), pooling) for prompt in listed]
+        refs = self._adapters(lora_request, len(listed))
+        requests = [self._pooling_request(self._tokens(p), pooling, ref) for p, ref in zip(listed, refs, strict=True)]
         for request in requests:
             self._processor.add(request, None, None)
         done: dict[str, EngineOutput] = {}
@@ -243,13 +254,16 @@ class LLM:
         *,
         prompt_compression: Compression | None = None,
         kv_hints: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it.
 
         The prompt is checked by the call itself, not by the first `next`. Raises InputError.
         """
         params = sampling_params or self.get_default_sampling_params()
-        return self._stream(*self._request(self._tokens(prompt), params, 0, prompt_compression, kv_hints), params)
+        ref = self._adapters(lora_request, 1)[0]
+        made = self._request(self._tokens(prompt), params, 0, prompt_compression, kv_hints, ref)
+        return self._stream(*made, params)
 
     def stream_chat(
         self,
@@ -258,12 +272,14 @@ class LLM:
         *,
         prompt_compression: Compression | None = None,
         kv_hints: Any = None,
+        lora_request: LoRARequest | None = None,
         **chat: Any,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
         params = sampling_params or self.get_default_sampling_params()
         prompt = self._chat_tokens(messages, **chat)
-        return self._stream(*self._request(prompt, params, 0, prompt_compression, kv_hints), params)
+        ref = self._adapters(lora_request, 1)[0]
+        return self._stream(*self._request(prompt, params, 0, prompt_compression, kv_hints, ref), params)
 
     def get_default_sampling_params(self, **named: Any) -> SamplingParams:
         """What calls without sampling_params get (vLLM's name): the model's own, or mild ones (`text.defaults`).
@@ -390,6 +406,7 @@ class LLM:
         priority: int = 0,
         compression: Compression | None = None,
         kv_hints: Any = None,
+        adapter: AdapterRef | None = None,
     ) -> tuple[Request, str | None]:
         """Check everything, then make the engine's request. Raises InputError."""
         number, arrival_s = self._counter, self._engine.clock.now()
@@ -418,6 +435,7 @@ class LLM:
             hints=hints,
             modules=prompt.modules,
             recompute=prompt.recompute,
+            adapter=adapter,
         )
         if request.rules.grammar is not None:
             kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""
@@ -448,10 +466,22 @@ class LLM:
             raise InputError("kv_hints: share is between the keys of a server", param="kv_hints")
         return found
 
-    def _pooling_request(self, prompt: _Tokens, pooling: str) -> Request:
+    def _adapters(self, asked: Adapters, count: int) -> list[AdapterRef | None]:
+        """Of each prompt. Raises InputError."""
+        if asked is None:
+            return [None] * count
+        from penstock.launch.adapters import requested  # nobody else needs it
+
+        each = [asked] * count if isinstance(asked, LoRARequest) else list(asked)
+        if len(each) != count:
+            raise InputError(f"{count} prompts came with {len(each)} lora_requests; give one, or one for each",
+                             param="lora_request")  # fmt: skip
+        return [requested(self._engine.adapters, None if one is None else one.lora_path) for one in each]
+
+    def _pooling_request(self, prompt: _Tokens, pooling: str, adapter: AdapterRef | None) -> Request:
         request = build_pooling_request(
             str(self._counter), prompt.ids, pooling, limits=self._engine.limits, namespace=prompt.namespace,
-            arrival_s=self._engine.clock.now(), param=prompt.param,
+            arrival_s=self._engine.clock.now(), param=prompt.param, adapter=adapter,
         )  # fmt: skip
         self._counter += 1
         return request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +11,7 @@ from penstock.base.clock import Clock
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.offload import offload_of
+from penstock.core.adapter import AdapterRef
 from penstock.core.cache_spec import HIDDEN
 from penstock.core.model_spec import ModelSpec
 from penstock.core.page_ops import DISK, REMOTE
@@ -22,7 +23,8 @@ from penstock.launch.kv_store import addresses_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
-from penstock.model.forward import Forward, LayeredForward, StepLimits, WarmedForward
+from penstock.model.forward import AdaptingForward, Forward, LayeredForward, StepLimits, WarmedForward
+from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 
+Load = Callable[[AdapterRef], Mapping[str, LowRank]]
+
+
 class Parts(NamedTuple):
     """What a rank has besides its settings: all that is no data.
 
@@ -51,6 +56,7 @@ class Parts(NamedTuple):
         means: what a drafter may be made of; `drafter`: another than the settings name (tests).
         select: the KV selector, and the model that it was made for.
         part: layers -> the model without all others, over the same weights.
+        load_adapter: reads adapters (`config.lora`).
         restoring: makes what makes keys and values of hidden states (`DecoderModel.restoring`), where pages have them.
     """
 
@@ -63,6 +69,7 @@ class Parts(NamedTuple):
     select: tuple[KVSelector, ModelSpec] | None = None
     restoring: Callable[[Sequence[Planes]], Forward] | None = None
     part: Callable[[Collection[int]], Forward] | None = None
+    load_adapter: Load | None = None
 
 
 def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False) -> Runner:
@@ -102,6 +109,12 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         if parts.restoring is not None:
             restorer = Restorer(parts.restoring(storage.planes), storage.planes, plan.own_groups, plan.block_size)
             storage.outside = RestoredOutside(tiers, restorer, plan.block_size)
+    if config.lora.enable_lora and parts.load_adapter is not None:
+        from penstock.runner.adapters import RankAdapters  # nobody else needs it at the start
+
+        assert isinstance(parts.forward, AdaptingForward), "why_not has looked"
+        lora = config.lora
+        storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     streams = None

@@ -92,6 +92,11 @@ def build_rank(
     was_packed = packed is not None and packed.matrices is not None
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
     release_pages(weights)
+    load_adapter = None
+    if config.lora.enable_lora:
+        from penstock.launch.adapters import adapter_loader  # nobody else needs it at the start
+
+        load_adapter = adapter_loader(config, checkpoint)
     parts = model_parts(
         config,
         checkpoint.spec,
@@ -105,6 +110,7 @@ def build_rank(
         ],
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
+        load_adapter=load_adapter,
     )
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
     if packed is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
+from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes, StepPlan
 
 
@@ -98,6 +99,17 @@ class LayeredForward(Forward, Protocol):
         """From now on `call(n)` is called before layer n of every run, and `call(num_layers)` behind the last; None:
         nobody is. What it raises ends the run."""
         ...
+
+
+@runtime_checkable
+class AdaptingForward(Forward, Protocol):
+    """A model whose steps may have adapters (`StepPlan.adapters`), by number: see `ops.adapters.AdapterTable`."""
+
+    def prepare(self, parts: Mapping[str, LowRank]) -> Any: ...
+
+    def put(self, number: int, prepared: Any) -> None: ...
+
+    def drop(self, number: int) -> None: ...
 
 
 @runtime_checkable

@@ -2,18 +2,22 @@
 
 A fused `linear` keeps in `more`: `parts`, the (weight names, weight, bias) it is stacked of; `pair`, whether they are
 gate and up; `activation` and `limit`, what follows the product; `residual` (a Value) and `factor`: out = residual +
-factor * y; `norm`: the node whose norm comes first.
+factor * y; `norm`: the node whose norm comes first. A pair whose gate or up is adapted gives both side by side, in the
+order of its matrix; each `adapt` knows its `half` (1 gate, 2 up), and `activate_pairs` follows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.model.graph import SELECTED, Graph, Node, Value
 from penstock.ops.stored import alike
+
+PAIR = 32
+"""Outputs of a gate that lie beside as many of an up."""
 
 
 class Part(NamedTuple):
@@ -86,7 +90,8 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 
 BY_ROWS = {
-    "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
+    "linear", "adapt", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add",
+    "multiply",
     "gate_rows", "interpolate", "value_bonus", "attention", "attend_chosen", "latent_output", "route", "experts",
     "cut_off", "match_magnitude", "scale_columns", "stack_streams", "mix_streams", "correct_streams", "add_streams",
     "rope", "scale_queries",
@@ -178,13 +183,17 @@ def _gates(graph: Graph, same: Same) -> None:
     for node in graph.nodes:
         if node.op != "activate_gated":
             continue
-        gate, up = node.inputs
+        adapts = [_adapt_of(v, counts) for v in node.inputs]
+        gate, up = (v if own is None else own.inputs[1] for v, own in zip(node.inputs, adapts, strict=True))
         if not (_is_alone(gate, counts, "linear") and _is_alone(up, counts, "linear")):
             continue
         first, second = gate.maker, up.maker
         assert first is not None
         assert second is not None
         if not first.inputs[0].same(second.inputs[0]) or not same(_weight(first), _weight(second)):
+            continue
+        if any(adapts):
+            _side_by_side(graph, node, first, second, adapts)
             continue
         activation, limit = node.bound
         node.op, node.inputs = "linear", [first.inputs[0]]
@@ -193,6 +202,30 @@ def _gates(graph: Graph, same: Same) -> None:
             "activation": activation, "limit": limit,
         }  # fmt: skip
         _remove(graph, [first, second])
+
+
+def _adapt_of(value: Value, counts: Counter[int]) -> Node | None:
+    return value.maker if _is_alone(value, counts, "adapt") else None
+
+
+def _side_by_side(graph: Graph, node: Node, gate: Node, up: Node, adapts: Sequence[Node | None]) -> None:
+    """`node` reads both products of a pair, in the order of their one matrix, once each is adapted there."""
+    assert gate.out is not None
+    pair = Node("linear", [gate.inputs[0]], weights=gate.weights, layer=gate.layer)
+    pair.more = {"parts": [*gate.more["parts"], *up.more["parts"]], "pair": True, "factor": 1.0}
+    last = pair.out = Value(pair, 2 * PAIR * -(-gate.out.width // PAIR), gate.out.rows)
+    graph.nodes.insert(min(graph.nodes.index(gate), graph.nodes.index(up)), pair)
+    for half, own in enumerate(adapts, 1):
+        if own is not None:
+            own.more["half"] = half, own.inputs[1].width
+            own.inputs[1] = last
+            last = own.out = Value(own, last.width, last.rows)
+    # In the order in which they stand.
+    places = [i for i, own in enumerate(graph.nodes) if own in adapts]
+    for i, own in zip(places, [own for own in adapts if own is not None], strict=True):
+        graph.nodes[i] = own
+    node.op, node.inputs = "activate_pairs", [last]
+    _remove(graph, [gate, up])
 
 
 def _weight(node: Node) -> Any:
@@ -270,6 +303,11 @@ def _residuals(graph: Graph) -> None:
                 scaled = y.maker
                 assert scaled is not None
                 factor, y = scaled.bound[0], scaled.inputs[0]
+            if _is_alone(y, counts, "adapt") and scaled is not None:
+                # As the product would add it, rounded once.
+                node.inputs, node.more["factor"] = [x, y], factor
+                _remove(graph, [scaled])
+                break
             if not _is_alone(y, counts, "linear"):
                 continue
             linear = y.maker

@@ -82,6 +82,7 @@ class StepPlan:
     choose_from [B] or None: the position from which on a sequence's tokens read chosen pages only, where a model's
     attention does so (`core.selection.PageReads`). None: those do that are their sequence's only one in the step.
     taken: for models that take token ids from a device; `token_ids` has stand-ins in their places.
+    adapters: [B] or None: the number of each sequence's adapter, -1: it has none. None: nobody has one.
 
     Raises: ValueError for a mask that is none.
     """
@@ -96,6 +97,7 @@ class StepPlan:
     mask: U64 | None = None
     choose_from: I32 | None = None
     taken: Taken | None = None
+    adapters: I32 | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None:

@@ -37,6 +37,8 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("embed", "rows of a table; ids beyond it read row 0", "token_ids int32 [T]", "weight [V, E]", "[T, E]"),
     OpContract("select", "the rows whose logits are wanted", "x [T, E]; rows int32 [R]", "", "[R, E]"),
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
+    OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
+               "x [T, K], which was multiplied; y [T, N], what came of it; step", "name of the weight", "[T, N]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
                "weight, broadcast over x, or None; eps",
                "[..., N]"),
@@ -201,17 +203,19 @@ CONTRACTS: tuple[OpContract, ...] = (
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)
+BESIDE = frozenset({"attention", "adapt"})
+"""In no table: an AttentionBackend computes the one, `ops.adapters` the other."""
 
 
 class OpTable(Mapping[str, Op]):
-    """Op name -> callable, complete over `CONTRACTS` except `attention`, which the chosen AttentionBackend computes.
+    """Op name -> callable, complete over `CONTRACTS` but those that are `BESIDE`.
 
     `batch_invariant`: keeps the contract that a row's result does not depend on its company, bit for bit. A table that
     does not is for measurements and for people who accept other tokens where logits nearly tie.
     """
 
     def __init__(self, name: str, entries: Mapping[str, Op], *, batch_invariant: bool = True) -> None:
-        needed = OP_NAMES - {"attention"}
+        needed = OP_NAMES - BESIDE
         assert set(entries) == needed, f"op table {name!r} differs from the contracts: {set(entries) ^ needed}"
         self.name = name
         self.batch_invariant = batch_invariant

@@ -16,6 +16,8 @@ def check_modules(config: EngineConfig, spec: ModelSpec, groups: tuple[CacheGrou
     problem = ""
     if config.speculation is not None:
         problem = "does not go together with speculative_config; use one of them"
+    elif config.lora.enable_lora:
+        problem = "computes texts again with the model's own products, without adapters (enable_lora); use one of them"
     elif config.cache.kv_rotation != "none":
         problem = f"turns keys when they are read, and kv_rotation {config.cache.kv_rotation} before; leave it away"
     elif spec.positions:

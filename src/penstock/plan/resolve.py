@@ -153,6 +153,10 @@ def resolve(
         checkpoints=config.cache.enable_prefix_caching,
         on_demand=not config.cache.kv_allocator.startswith("contiguous"),
     )
+    if config.lora.enable_lora:
+        all_weights += config.lora.max_bytes
+        why = f"adapters at once; {config.lora.in_memory} are kept, in up to {gib(config.lora.max_bytes)}"
+        decisions.add("max_loras", config.lora.max_loras, f"{why}, of rank {config.lora.max_lora_rank} at most")
     budget = budget_for(config.cache, all_weights, machine, sizes, demand)
     memory = plan_memory(config.cache, sizes, demand, budget)
     num_slabs = sizes.per_group(memory.num_blocks, memory.num_slots, memory.window_blocks)

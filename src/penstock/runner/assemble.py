@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.backend import Backend
+from penstock.backends.backend import AdapterRoom, Backend
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec
 from penstock.model.builder import build
@@ -53,11 +53,12 @@ class DecoderModel:
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",
         rank_groups: Collection[CacheGroup] = (), matrices: Mapping[str, Any] | None = None,
+        adapters: AdapterRoom | None = None,
     ) -> Forward:  # fmt: skip
         """`rank_groups`: all of the rank's, if others' follow its own. The rest: see `Backend.compile`."""
         return backend.compile(
             self.graph, tuple(rank_groups) or self.groups, max_tokens=max_tokens, quantization=quantization,
-            matrices=matrices,
+            matrices=matrices, adapters=adapters,
         )  # fmt: skip
 
     def part(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.core.page_ops import TIER_NAMES, FetchOp, GetOp, OutsideOp, PutOp
+from penstock.core.page_ops import TIER_NAMES, AdapterOp, FetchOp, GetOp, OutsideOp, PutOp
 from penstock.runner.block_files import BlockFiles
 
 
@@ -19,6 +19,7 @@ class Outside:
 
     def order(self, op: OutsideOp) -> None:
         """Take one of a step's orders, in their order."""
+        assert not isinstance(op, AdapterOp), "no tier has adapters"
         tier = self.tiers[op.tier]
         if isinstance(op, PutOp):
             tier.put(op)

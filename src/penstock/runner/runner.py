@@ -222,6 +222,8 @@ class Runner:
             moves, misses, read = outside.ended(), outside.misses(), outside.took()
             if moves or misses or read:
                 result = replaced(result, moves=result.moves | moves, misses=misses, read=read)
+        if self.storage.adapters is not None:
+            result = self.storage.adapters.told(result)
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late
@@ -251,6 +253,8 @@ class Runner:
         if heard:
             self._track(output)
         self.rows.apply(output)
+        if (adapters := self.storage.adapters) is not None:
+            adapters.begin(output)
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
         if self.selections is None:
@@ -269,6 +273,8 @@ class Runner:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
         step, picks, drafted_rows = self._batch.build(output.scheduled, trees)
+        if adapters is not None:
+            step = adapters.on(step, output.scheduled)
         before = self._undo.remember(drafted_rows)
         hidden = self.pooler.wanted(output.scheduled, step.query_start_loc)
         num_pooled = len(hidden)

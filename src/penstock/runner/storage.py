@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, BlendOp, LoadOp, OutsideOp, PackOp, StoreOp, StreamOp
+from penstock.core.page_ops import (
+    GIVEN_UP,
+    HOST,
+    AdapterOp,
+    AnyPageOp,
+    BlendOp,
+    LoadOp,
+    OutsideOp,
+    PackOp,
+    StoreOp,
+    StreamOp,
+)  # fmt: skip
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
 from penstock.runner.outside import Outside
 from penstock.runner.tiers import PAGE_STORES
+
+if TYPE_CHECKING:
+    from penstock.runner.adapters import RankAdapters
 
 Array = npt.NDArray[Any]
 
@@ -72,6 +86,8 @@ class Storage:
         }
         self.outside: Outside | None = None
         """Tiers outside this process, if there are any."""
+        self.adapters: RankAdapters | None = None
+        """Who reads adapters, if there are any."""
         self.streams: list[StreamOp] = []
         """Of the step that was planned last: `runner.layer_streams` carries them out while it runs."""
         self._backed = [0] * len(groups)
@@ -115,6 +131,10 @@ class Storage:
         for op in ops:
             if isinstance(op, StreamOp):
                 self.streams.append(op)
+                continue
+            if isinstance(op, AdapterOp):
+                assert self.adapters is not None, f"{op}: this rank has no adapters"
+                self.adapters.fetch(op.adapter)
                 continue
             if isinstance(op, OutsideOp):
                 assert self.outside is not None, f"{op}: there is no such tier"

@@ -166,8 +166,7 @@ class Scheduler:
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)
-        seq.num_computed = 0
-        seq.num_inflight = 0
+        seq.num_computed = seq.num_inflight = 0
         if seq.seq_id in self._on_rank:
             self._on_rank.discard(seq.seq_id)
             self._removed.append(seq.seq_id)

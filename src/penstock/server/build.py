@@ -7,17 +7,23 @@ import contextlib
 import inspect
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.base.clock import MonotonicClock
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
+from penstock.config.lora import parse_modules
+from penstock.config.server import ServerConfig
 from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
 from penstock.launch.front import begin_front, limits_from
+from penstock.server.adapters import Adapters
 from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
 from penstock.server.batches import files, runner
@@ -29,6 +35,9 @@ from penstock.server.service import Service
 from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.turns import compression, grammars
 from penstock.text.template import check_template
+
+if TYPE_CHECKING:
+    from penstock.launch.adapters import AdapterBook
 
 log = logging.getLogger("penstock.server")
 _PARTS = (loop_watch, keys, metrics, request_log, traces, gate, grammars, store, files, runner)
@@ -48,7 +57,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         raise ConfigError(str(error), field=error.param) from None
     traces.check_traces(config.server)
     given = given_template(config)
-    config = fair_share(config)
+    config = fair_share(with_adapters(config))
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
     client = EngineClient(link or make_link(config, spare), None, clock)
@@ -90,6 +99,8 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         server.closers += [client.stop, service.encoding.queue.close]
         if tls is not None:
             server.closers.append(Watching(tls).close)
+        if front.adapters is not None:
+            server.adapters = await open_adapters(config.server, front.adapters, names)
         compression.install(server, config.engine)
         for part in _PARTS:
             await part.install(server)
@@ -97,6 +108,25 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         await client.stop()
         raise
     return server
+
+
+def with_adapters(config: ServeConfig) -> ServeConfig:
+    """Who names adapters wants them. Raises ConfigError."""
+    if not parse_modules(config.server.lora_modules) or config.engine.lora.enable_lora:
+        return config
+    lora = replace(config.engine.lora, enable_lora=True)
+    return replace(config, engine=replace(config.engine, lora=lora))
+
+
+async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence[str]) -> Adapters:
+    """Those of lora_modules, read and checked. Raises ConfigError."""
+    from penstock.launch.adapters import read_modules  # nobody else needs it
+
+    known = await asyncio.to_thread(read_modules, book, config.lora_modules)
+    try:
+        return Adapters(book, known, config.lora_root, taken)
+    except InputError as error:
+        raise ConfigError(str(error), field="lora_modules") from None
 
 
 async def close(server: Server) -> None:

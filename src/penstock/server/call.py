@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.core.adapter import AdapterRef
     from penstock.core.kv_hints import KVHint
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.text.grammar.lead import Lead
@@ -91,5 +92,8 @@ class Call:
     reference: list[int] = field(default_factory=list)
     """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""
     hints: list[KVHint] = field(default_factory=list)
+    adapter: AdapterRef | None = None
+    """What changes the model for it; `adapter_name`: as the client calls that."""
+    adapter_name: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """What the log line of this request says besides the usual."""

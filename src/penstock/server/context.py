@@ -11,6 +11,7 @@ from penstock.server.transport.slices import Slices
 if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
     from penstock.engine.frontend import EngineClient
+    from penstock.server.adapters import Adapters
     from penstock.server.service import Service
 
 
@@ -24,6 +25,8 @@ class Server:
     model_name: str
     created: int
     aliases: list[str] = field(default_factory=list)
+    adapters: Adapters | None = None
+    """By name; None: the server has none."""
     draining: bool = False
     closers: list[Callable[[], Any]] = field(default_factory=list)
     """Called (and awaited, if awaitable) when the server ends, last first."""

@@ -15,6 +15,7 @@ import msgspec
 from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
+from penstock.core.adapter import namespace_of
 from penstock.core.request import Control, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
@@ -254,6 +255,7 @@ class Service:
             return build_pooling_request(
                 call.request_id, call.prompt.ids, call.pooling, limits=self.limits, priority=call.priority,
                 namespace=self._namespace(call), arrival_s=call.arrival_s, param=call.prompt.param,
+                adapter=call.adapter,
             )  # fmt: skip
         limits = self.limits
         params = _with_length(call, limits)
@@ -275,6 +277,7 @@ class Service:
             hints=[hint for hint in call.hints if hint.action not in ("share", "pause")],
             modules=call.prompt.modules,
             recompute=call.prompt.recompute,
+            adapter=call.adapter,
         )
 
     def paused(self, call: Call, token_ids: list[int], uses: Sequence[ToolUse]) -> None:
@@ -286,9 +289,8 @@ class Service:
         expected_s = asked or self.tool_times.expected_s(tenant, uses)
         self.tool_times.called(tenant, uses, now_s)
         if expected_s is not None:
-            self.client.control(
-                Control(kind="pause", token_ids=token_ids, namespace=self._namespace(call), expected_s=expected_s)
-            )
+            namespace = namespace_of(self._namespace(call), call.adapter)
+            self.client.control(Control(kind="pause", token_ids=token_ids, namespace=namespace, expected_s=expected_s))
 
     @staticmethod
     def _namespace(call: Call) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.core.adapter import AdapterRef, namespace_of
 from penstock.core.kv_hints import KVHint
 from penstock.core.request import Request, module_taint
 from penstock.core.sampling import (
@@ -208,7 +209,7 @@ def build_request(
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
     slo_tpot_s: float | None = None, hints: Sequence[KVHint] = (), modules: Sequence[int] = (),
-    recompute: float = 0.0,
+    recompute: float = 0.0, adapter: AdapterRef | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
@@ -231,6 +232,8 @@ def build_request(
     if rules.thought is not None:
         thought = msgspec.structs.replace(rules.thought, most=tokens_to_think(max_tokens, rules.thought))
         rules = msgspec.structs.replace(rules, thought=thought)
+    if adapter is not None:
+        rules = msgspec.structs.replace(rules, adapter=adapter)
     entries = len(prompt_token_ids) * (rules.num_prompt_logprobs + 1)
     if entries > limits.max_prompt_logprob_entries:
         raise InputError(
@@ -243,8 +246,9 @@ def build_request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
-        namespace=namespace, taint=module_taint(taint, list(modules), recompute), arrival_s=arrival_s,
-        slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam), hints=_hints(hints, params, beam),
+        namespace=namespace_of(namespace, adapter), taint=module_taint(taint, list(modules), recompute),
+        arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam),
+        hints=_hints(hints, params, beam),
         modules=list(modules) if len(modules) > 1 else [], recompute=recompute if len(modules) > 1 else 0.0,
     )  # fmt: skip
 
@@ -265,7 +269,7 @@ def _watched(params: SamplingParams, beam: BeamSearchParams | None) -> Repetitio
 
 def build_pooling_request(
     request_id: str, prompt_token_ids: Sequence[int], pooling: str, *, limits: Limits, priority: int = 0,
-    namespace: bytes = b"", arrival_s: float = 0.0, param: str = "prompt",
+    namespace: bytes = b"", arrival_s: float = 0.0, param: str = "prompt", adapter: AdapterRef | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request for a pooled hidden state. Nothing is generated, so it may fill the context.
 
@@ -283,8 +287,9 @@ def build_pooling_request(
         )
     _all_ids(param, prompt_token_ids, limits.vocab_size)
     return Request(
-        request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=TokenRules(), max_tokens=1,
-        pooling=pooling, priority=priority, namespace=namespace, arrival_s=arrival_s,
+        request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=TokenRules(adapter=adapter),
+        max_tokens=1, pooling=pooling, priority=priority, namespace=namespace_of(namespace, adapter),
+        arrival_s=arrival_s,
     )  # fmt: skip
 
 

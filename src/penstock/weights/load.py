@@ -108,6 +108,12 @@ def load_weights(
     return out
 
 
+def read_weight(ref: WeightRef, shape: tuple[int, ...]) -> Array:
+    """One weight as float32, decoded if it is coded. Raises: ModelError as `load_weights`."""
+    ref = _narrowed(ref)
+    return _load({path: _map(path) for path in {t.path for t in ref.tensors}}, ref, shape, "float32", lambda _: None)
+
+
 def release_pages(weights: Mapping[str, Weight]) -> None:
     """Give back the pages of mapped weights that were only looked at: checked, or packed into something else.
 

@@ -67,6 +67,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "weight_memory_bytes": None, "weight_prefetch": 1,
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "cascade_attention": True, "expert_memory_bytes": None, "expert_eviction": "lru", "expert_prediction": "none",
+        "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None, "lora_memory": 1.0,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
         "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",
@@ -200,7 +201,6 @@ def test_foreign_settings_are_refused_or_left_unused_with_one_sentence(
 def test_one_is_not_true() -> None:
     refused(tensor_parallel_size=True)
     refused(trust_remote_code=1)
-    refused(enable_lora=0)
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))

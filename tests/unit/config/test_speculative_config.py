@@ -56,12 +56,6 @@ def test_an_unknown_method_names_those_there_are(capsys: pytest.CaptureFixture[s
     assert "ngram" in shown.err
 
 
-def test_lora_beside_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """LoRA is not in this version, with or without speculation."""
-    assert main(["run", "m", "--prompt", "x", "--enable-lora", "-sc", json.dumps(GOOD)]) == 1
-    assert "LoRA" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flag", ["--speculative-config", "-sc"])
 def test_both_flags_are_the_setting(flag: str) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -17,7 +17,7 @@ from penstock.base.errors import ConfigError, ModelError
 from penstock.model.builder import build
 from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.ops.ref import REF
-from penstock.ops.table import CONTRACTS, OpTable
+from penstock.ops.table import BESIDE, CONTRACTS, OpTable
 from tests import specs
 from tests.oracle import NaiveModel, naive_generate
 from tests.paged import Paged
@@ -267,7 +267,7 @@ def test_describe_names_every_call() -> None:
 def test_every_op_has_a_contract_and_entries_can_be_replaced() -> None:
     names = [c.name for c in CONTRACTS]
     assert len(names) == len(set(names))
-    assert set(REF) == set(names) - {"attention"}
+    assert set(REF) == set(names) - BESIDE
     spec, weights = specs.make("slots")
     seen: list[int] = []
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.backends.backend import AdapterRoom
 from penstock.backends.gpu.explain import kernel_decisions
 from penstock.backends.gpu.graph_plan import graph_decision, planned_bytes, wanted_graphs
 from penstock.config import EngineConfig
@@ -97,6 +98,8 @@ class TorchBackend:
             return str(reason)
         if config.execution.batch_invariant and config.execution.device.startswith("cuda") and not find_spec("triton"):
             return "batch_invariant needs Triton on a GPU: pip install 'penstock[gpu]'"
+        if config.lora.enable_lora:
+            return "there are no kernels yet for adapters (enable_lora) where torch computes"
         if config.cache.kv_allocator in ("virtual", "vtensor"):
             return f"kv_allocator is {config.cache.kv_allocator}, which is memory of the CPU; use paged"
         if config.cache.kv_allocator == "modules":
@@ -138,8 +141,9 @@ class TorchBackend:
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
-        matrices: Mapping[str, Any] | None = None, like: Forward | None = None,
+        matrices: Mapping[str, Any] | None = None, like: Forward | None = None, adapters: AdapterRoom | None = None,
     ) -> TorchForward:  # fmt: skip
+        assert adapters is None, "why_not has looked"
         from penstock.backends.gpu.attention import TorchAttention
         from penstock.backends.gpu.expert_ops import experts_by_kernels
         from penstock.backends.gpu.forward import TorchForward

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.backends.backend import AdapterRoom
 from penstock.backends.native.forward import NativeForward, packed_one_by_one
 from penstock.backends.native.obstacle import native_obstacle
 from penstock.backends.native.packed import PackedWeights, Runs, weights_key
@@ -98,10 +99,15 @@ class NativeBackend:
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
-        matrices: Mapping[str, Packed] | None = None, like: Forward | None = None,
+        matrices: Mapping[str, Packed] | None = None, like: Forward | None = None, adapters: AdapterRoom | None = None,
     ) -> NativeForward:  # fmt: skip
         assert like is None or isinstance(like, NativeForward), "made by this backend"
-        return NativeForward(
+        make: Callable[..., NativeForward] = NativeForward
+        if adapters is not None:
+            from penstock.backends.native.adapted import AdaptedNative  # nobody else needs it at the start
+
+            make = partial(AdaptedNative, count=adapters.count, max_rank=adapters.max_rank)
+        return make(
             graph, groups, self.pool, parse_scheme(quantization) if like is None else like.scheme,
             max_tokens=max_tokens, matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
             like=like, cascade=self.cascade, leave=self.leave,

@@ -18,6 +18,7 @@ from penstock.core.selection import BOUNDS
 from penstock.model.fuse import Part, Same, inputs_of, runs_of
 from penstock.model.graph import Graph, Node, Value, layer_bounds
 from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
+from penstock.ops.native.adapters import NativeTable
 from penstock.ops.native.matrix import Packed, Segments
 from penstock.ops.native.packers import DTYPES
 from penstock.ops.native.program import ChosenPages, Layout, NativeOp, RawKeys
@@ -94,10 +95,13 @@ def _latent_name(node: Node) -> str:
 
 def emit(
     graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1,
-    same: Same = alike,
+    same: Same = alike, adapters: NativeTable | None = None,
 ) -> Emitted:  # fmt: skip
-    """`max_tokens`: of a sequence; `same`: see `fuse`. Raises: NotNativeError for what has no native form."""
-    e = _Emitter(graph, groups, matrices, max_tokens, same)
+    """`max_tokens`: of a sequence; `same`: see `fuse`; `adapters`: of a graph with places for them.
+
+    Raises: NotNativeError for what has no native form.
+    """
+    e = _Emitter(graph, groups, matrices, max_tokens, same, adapters)
     ends = [0]
     for i, node in enumerate(graph.nodes):
         e.node(i, node)
@@ -110,8 +114,10 @@ def emit(
 
 class _Emitter:
     def __init__(
-        self, graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int, same: Same
-    ) -> None:
+        self, graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int, same: Same,
+        adapters: NativeTable | None = None,
+    ) -> None:  # fmt: skip
+        self._adapters = adapters
         self.ops: list[NativeOp] = []
         self.labels: list[str] = []
         self.layout = Layout()
@@ -259,6 +265,8 @@ class _Emitter:
             kind, (weight, bias, eps) = "layer", norm.bound
         activation = more.get("activation")
         then = 0 if activation is None else 2 if more["pair"] else 1
+        if more["pair"] and activation is None:
+            then = 3
         limit = more.get("limit") or 0.0
         # Rows are read again for every stretch of outputs: the result must not lie on them.
         in_place = [] if residual is None or residual.maker is x.maker else [residual]
@@ -269,6 +277,25 @@ class _Emitter:
             f=(eps, more["factor"], limit),
             pointers=(Segments([self._matrices[name] for name in names]), weight, bias),
         )  # fmt: skip
+
+    def _adapt(self, i: int, node: Node) -> None:
+        """In place on the product: see `fuse` for those of a pair."""
+        x, y = node.inputs
+        (name,), adapters = node.bound, self._adapters
+        assert adapters is not None, "only a program with a table of adapters has places for them"
+        if not self._is_dead(i, y):
+            raise NotNativeError("an adapted product that is read unadapted too")
+        half, width = node.more.get("half", (0, y.width))
+        inputs, out = (self.register(x), self.register(y)), self._in_place(node, y)
+        self._add_op(
+            Kind.ADAPT, name, inputs, out, n=(width, half, adapters.largest),
+            pointers=(adapters.step, adapters.of(name)),
+        )  # fmt: skip
+
+    def _activate_pairs(self, i: int, node: Node) -> None:
+        activation, limit = node.bound
+        n, inputs = (ACTIVATIONS[activation], 1), (self.register(node.inputs[0]),)
+        self._add_op(Kind.GATED, activation, inputs, self._new_home(node), n=n, f=(limit or 0.0,))
 
     def _rope(self, i: int, node: Node) -> None:
         x, angles = node.inputs
@@ -405,7 +432,7 @@ class _Emitter:
             start += x.width
 
     def _add(self, i: int, node: Node) -> None:
-        self._elementwise(i, node, Kind.ADD)
+        self._elementwise(i, node, Kind.ADD, f=(float(node.more.get("factor", 0.0)),))
 
     def _multiply(self, i: int, node: Node) -> None:
         self._elementwise(i, node, Kind.MUL)

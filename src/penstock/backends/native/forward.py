@@ -20,6 +20,7 @@ from penstock.core.matrix_format import NONE, Scheme, is_kept
 from penstock.model.fuse import PASSES, Same, check_order, fuse
 from penstock.model.graph import Graph
 from penstock.ops.native.abi import PANEL, Kind, StepArgs
+from penstock.ops.native.adapters import NativeTable
 from penstock.ops.native.matrix import Packed, matrices_at, pack
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
@@ -50,11 +51,12 @@ class NativeForward:
         self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
         matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES, row_bits: int = 8,
         like: NativeForward | None = None, cascade: bool = True, leave: LeftExperts | None = None,
+        adapters: NativeTable | None = None,
     ) -> None:  # fmt: skip
         """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`. `row_bits`: of
         rows before products with stored codes, where no scheme rounds; see `packing`. `like`: a program whose matrices
         are used, whole or in part. `cascade`: see `NativeProgram.share_prefixes`. `leave`: how experts stay in a file;
-        as those of `like` do."""
+        as those of `like` do. `adapters`: of a graph with places for them."""
         self.scheme = scheme
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
         routers = [] if leave is None else leave.routers(graph)
@@ -70,7 +72,7 @@ class NativeForward:
             spill = leave.spill() if leave is not None and stacks else None
             matrices = dict(packed_runs(runs | stacks, pool, scheme, row_bits, spill))
         self.matrices: dict[str, Packed] = matrices
-        self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
+        self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same, adapters=adapters)
         self.stops: ExpertStops | None
         """Where experts are not all in memory."""
         if like is not None:

@@ -125,6 +125,7 @@ class Kind(IntEnum):
     ATTEND_ENTRIES = 54
     BIASED_HEADS = 55
     WKV6 = 56
+    ADAPT = 60
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -190,6 +191,26 @@ class Pages(c.Structure):
         ("tokens", c.c_int32),
         ("recent", c.c_int32),
         ("max_tokens", c.c_int32),
+    )
+
+
+class TokenAdapters(c.Structure):
+    _fields_ = (
+        ("of_token", c.c_void_p),
+        ("order", c.c_void_p),
+        ("count", c.c_int32),
+    )
+
+
+class Adapter(c.Structure):
+    _fields_ = (
+        ("a", c.c_void_p),
+        ("b", c.c_void_p),
+        ("gain", c.c_void_p),
+        ("shift", c.c_void_p),
+        ("dtype", c.c_int32),
+        ("rank", c.c_int32),
+        ("factor", c.c_float),
     )
 
 

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.core.messages import AGES_S
+from penstock.server.adapters import adapter_name
 from penstock.server.context import Server
 from penstock.server.distribution import Distribution
 from penstock.server.observation.stats import GOOD, Stats
@@ -101,6 +102,10 @@ _ENGINE_COUNTERS = (
     ("experts_foreseen", "Of these, those that were asked for then.", "num_experts_foreseen", OURS),
     ("expert_read_bytes", "Bytes of experts read from the disk.", "expert_read_bytes", OURS),
     ("expert_stall_seconds", "Seconds that steps waited for experts.", "expert_stall_s", OURS),
+    ("lora_adapters_wanted", "Times that a row needed its adapter.", "num_adapters_wanted", OURS),
+    ("lora_adapter_hits", "Times that it was in memory already.", "num_adapter_hits", OURS),
+    ("lora_adapters_given_up", "Adapters that left memory for others.", "num_adapters_given_up", OURS),
+    ("lora_wait_seconds", "Seconds that steps waited for adapters to be read.", "adapter_wait_s", OURS),
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )
 
@@ -166,6 +171,7 @@ class Metrics(Collector):
             yield from self._speculation()
         yield from self._compression()
         yield from self._encoding()
+        yield from self._adapters()
         yield from self._info()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
@@ -395,6 +401,23 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "encoding_refused", text, ("reason",), encoding.refusals())
         text = "Seconds that long texts waited for their turn to be encoded; part of the time to first token."
         yield from self._histogram("encoding_wait_seconds", text, encoding.waited, OURS)
+
+    def _adapters(self) -> Iterator[Metric]:
+        """vLLM's: names of adapters as labels, the value is the time."""
+        if self.server.adapters is None:
+            return
+        states: dict[bool, set[str]] = {True: set(), False: set()}
+        for stream in self.server.client.streams:
+            if (name := adapter_name(stream)) is not None:
+                states[stream.started].add(name)
+        yield from self._gauge("lora_adapters", "Adapters that requests may name.", len(self.server.adapters.names))
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        info = self.server.client.info
+        decided = {} if info is None else {name: value for name, value, _ in info.decisions}
+        most = decided.get("max_loras", "")
+        labels = (most, ",".join(sorted(states[False])), ",".join(sorted(states[True])))
+        text = "Adapters of the requests that wait and that run."
+        yield from self._labelled(GaugeMetricFamily, "lora_requests_info", text, names, {labels: time.time()}, BOTH)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

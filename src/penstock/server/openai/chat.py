@@ -75,6 +75,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
         messages=body.messages,
         params=body.sampling(sampling_defaults(server, body), max_tokens=max_tokens, logprobs=logprobs),
         options=Options(
+            model=body.model,
             stream=bool(body.stream),
             priority=body.priority,
             cache_salt=body.cache_salt,

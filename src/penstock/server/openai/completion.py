@@ -62,6 +62,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     params, scoring = _params(server, body)
     form = body.form()
     options = Options(
+        model=body.model,
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
         default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,

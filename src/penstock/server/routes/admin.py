@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
 from penstock.core.request import Control
+from penstock.server.adapters import Adapters
 from penstock.server.call import Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -90,6 +91,39 @@ async def requests(request: Request, server: Server) -> Any:
     return {"object": "list", "data": rows}
 
 
+class LoadAdapter(msgspec.Struct):
+    """vLLM's shape. `lora_path`: below the folder that `lora_root` names."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(msgspec.Struct):
+    """vLLM's shape. `lora_int_id` says nothing here."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+async def load_adapter(request: Request, server: Server) -> Any:
+    asked = msgspec.json.decode(await request.body(), type=LoadAdapter)
+    await _adapters(server).load(asked.lora_name, asked.lora_path)
+    return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
+
+
+async def unload_adapter(request: Request, server: Server) -> Any:
+    """Answers once no request has it any more."""
+    asked = msgspec.json.decode(await request.body(), type=UnloadAdapter)
+    await _adapters(server).unload(asked.lora_name, server.client.streams)
+    return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+
+def _adapters(server: Server) -> Adapters:
+    if server.adapters is None:
+        raise WireError(404, "this server has no adapters; start it with --enable-lora", code="not_found")
+    return server.adapters
+
+
 def _names(stream: Any) -> tuple[str, ...]:
     call = stream.call
     return (stream.request_id, "" if call is None else call.facts.get("http_request_id") or "")
@@ -99,5 +133,7 @@ ROUTES: list[BaseRoute] = [
     Route("/admin/requests", _for_admin(requests), methods=["GET"]),
     Route("/admin/abort", _for_admin(abort), methods=["POST"]),
     Route("/admin/evict_prefix_cache", _for_admin(evict_prefix_cache), methods=["POST"]),
+    Route("/v1/load_lora_adapter", _for_admin(load_adapter), methods=["POST"]),
+    Route("/v1/unload_lora_adapter", _for_admin(unload_adapter), methods=["POST"]),
     Route("/admin/reset_prefix_cache", _for_admin(reset_prefix_cache), methods=["POST"]),
 ]

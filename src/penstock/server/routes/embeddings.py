@@ -113,7 +113,7 @@ def _written(vector: Vector, coded: str) -> list[float] | str:
 
 
 async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, pooling: str, request_id: str) -> bytes:
-    options = Options(priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
+    options = Options(model=body.model, priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
     call = make_call(caller, prompt, SamplingParams(max_tokens=1), options, "embeddings", request_id)
     call.pooling = pooling
     stream = await caller.server.service.submit(call)

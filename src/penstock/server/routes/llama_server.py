@@ -120,7 +120,12 @@ async def _start(caller: Caller, body: LlamaSampling, prompt: Prompt, ends: list
     params = _params(body, sampling_defaults(server), form, ends)
     salt = None if body.cache_prompt is not False else secrets.token_hex(8)
     options = Options(
-        stream=bool(body.stream), priority=body.priority, cache_salt=salt, timeout_s=body.timeout, cut_max_tokens=True
+        model=body.model,
+        stream=bool(body.stream),
+        priority=body.priority,
+        cache_salt=salt,
+        timeout_s=body.timeout,
+        cut_max_tokens=True,
     )
     names = {**_NAMES, **({} if form is None else form.names)}
     turn = await begin_text(caller, prompt, params, options, "completion", prefix="cmpl-", names=names)

@@ -78,6 +78,7 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
     asked = _conversation(body, _params(caller, body, bound))
     asked.names = {**asked.names, **(bound.names if bound is not None else {})}
     asked.options = Options(
+        model=body.model,
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms, cut_max_tokens=True,
     )  # fmt: skip

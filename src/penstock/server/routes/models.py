@@ -16,7 +16,8 @@ from penstock.server.turns.defaults import sampling_defaults
 
 async def models(request: Request) -> Response:
     server: Server = request.app.state.server
-    listed = ModelList(data=[_model(server, name) for name in [server.model_name, *server.aliases]])
+    adapters = () if server.adapters is None else server.adapters.names
+    listed = ModelList(data=[_model(server, name) for name in [server.model_name, *server.aliases, *adapters]])
     return as_json(listed)
 
 
@@ -28,10 +29,12 @@ async def model(request: Request) -> Response:
 
 def _model(server: Server, name: str) -> Model:
     limits = server.service.limits
+    adapted = server.adapters is not None and name in server.adapters.names
     return Model(
         id=name,
         created=server.created,
-        root=server.model_name,
+        root=name if adapted else server.model_name,
+        parent=server.model_name if adapted else None,
         max_model_len=limits.context[0],
         default_sampling_params=sampling_defaults(server),
         capabilities={

@@ -66,10 +66,14 @@ _CHAT = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"}
 
 def model_of(server: Server, name: str | None) -> str:
     """As the request calls it. `:latest` is what Ollama's clients add to names. Raises RefusedError (404)."""
-    known = (server.model_name, *server.aliases)
-    short = name.removesuffix(":latest") if name else name
-    check_model(server, short if short in known else name)
+    check_model(server, _served(server, name))
     return name or server.model_name
+
+
+def _served(server: Server, name: str | None) -> str | None:
+    adapters = () if server.adapters is None else server.adapters.names
+    short = name.removesuffix(":latest") if name else name
+    return short if short in (server.model_name, *server.aliases, *adapters) else name
 
 
 async def chat(request: Request) -> Response:
@@ -109,8 +113,8 @@ async def _answer(request: Request, body: OllamaGenerating, start: Any) -> Respo
     return as_json(await unless_gone(request, run.answer()))
 
 
-def _options(body: OllamaGenerating) -> Options:
-    return Options(stream=body.stream is not False, cut_max_tokens=True)
+def _options(caller: Caller, body: OllamaGenerating) -> Options:
+    return Options(model=_served(caller.server, body.model), stream=body.stream is not False, cut_max_tokens=True)
 
 
 async def _chat(caller: Caller, body: OllamaChatRequest, model: str) -> OllamaRun:
@@ -118,7 +122,7 @@ async def _chat(caller: Caller, body: OllamaChatRequest, model: str) -> OllamaRu
     asked = Conversation(
         messages=chat_messages(body.messages),
         params=sampling(body, sampling_defaults(caller.server)),
-        options=_options(body),
+        options=_options(caller, body),
         tools=body.tools or None,
         chat_template_kwargs=template_kwargs(body.think),
         names=NAMES,
@@ -141,11 +145,14 @@ async def _generate(caller: Caller, body: OllamaGenerateRequest, model: str) -> 
         system = [{"role": "system", "content": body.system}] if body.system else []
         asked = Conversation(
             messages=[*system, {"role": "user", "content": body.prompt}], params=sampling(body, defaults),
-            options=_options(body), chat_template_kwargs=template_kwargs(body.think), names=NAMES, param="prompt",
+            options=_options(caller, body), chat_template_kwargs=template_kwargs(body.think), names=NAMES,
+            param="prompt",
         )  # fmt: skip
         return _run(caller, body, await begin(caller, asked, "ollama.generate", prefix="ollama-"), model, chat=False)
     params = sampling(body, defaults, ends)
-    turn = await begin_text(caller, prompt, params, _options(body), "ollama.generate", prefix="ollama-", names=NAMES)
+    turn = await begin_text(
+        caller, prompt, params, _options(caller, body), "ollama.generate", prefix="ollama-", names=NAMES
+    )
     return _run(caller, body, turn, model, chat=False)
 
 
@@ -210,7 +217,10 @@ def _model(server: Server, name: str) -> OllamaModel:
 
 async def tags(request: Request) -> Response:
     server: Server = request.app.state.server
-    return as_json(OllamaModels(models=[_model(server, name) for name in (server.model_name, *server.aliases)]))
+    adapters = () if server.adapters is None else server.adapters.names
+    return as_json(
+        OllamaModels(models=[_model(server, name) for name in (server.model_name, *server.aliases, *adapters)])
+    )
 
 
 async def running(request: Request) -> Response:

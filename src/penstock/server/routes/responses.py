@@ -146,6 +146,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         messages=messages,
         params=params,
         options=Options(
+            model=body.model,
             stream=bool(body.stream),
             priority=body.priority,
             cache_salt=body.cache_salt,

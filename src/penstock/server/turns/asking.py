@@ -22,6 +22,7 @@ from penstock.server.turns.hints import Bound, of_prompt
 from penstock.text.modules import NO_ASKED, AskedModules
 
 MAX_PRIORITY = 2**31
+_SHOWN = 20  # adapters that a message names
 MAX_TIMEOUT_S = 7 * 86400
 MAX_TPOT_SLO_MS = 60_000
 
@@ -90,6 +91,8 @@ class Options:
     default_max_tokens: int | None = None
     cut_max_tokens: bool = False
     hints: Sequence[KVHint] = ()
+    model: str | None = None
+    """As the request names it: perhaps an adapter."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,7 +149,13 @@ def make_call(
     if options.cut_max_tokens and params.max_tokens is not None:
         left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
         params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
+    adapter = None
+    if (adapters := caller.server.adapters) is not None:
+        check_model(caller.server, options.model)  # it may have been unloaded meanwhile
+        adapter = adapters.of(options.model)
     return Call(
+        adapter=adapter,
+        adapter_name=options.model if adapter is not None else None,
         prompt=prompt,
         params=params,
         request_id=request_id,
@@ -192,9 +201,12 @@ def check_model(server: Server, name: str | None, *, exact: bool = False) -> str
         return server.model_name
     if name == server.model_name or name in server.aliases:
         return name
+    adapters = () if server.adapters is None else tuple(server.adapters.names)
+    if name in adapters:
+        return name
     if server.config.any_model_name and not exact:
         return server.model_name
-    served = ", ".join([server.model_name, *server.aliases])
+    served = ", ".join([server.model_name, *server.aliases, *adapters[:_SHOWN]])
     raise RefusedError(
         f"the model {name[:80]!r} is not served here; served is {served}",
         status=404, code="model_not_found", param="model",
@@ -204,4 +216,5 @@ def check_model(server: Server, name: str | None, *, exact: bool = False) -> str
 def means_another(server: Server, name: str | None, truncate: int | None) -> bool:
     """Whether a request is for another model, as `--any-model-name` allows: then its `max_tokens` is that model's, and
     is cut to what this one has room for. Not where a prompt is cut to leave room for it."""
-    return bool(name) and name != server.model_name and name not in server.aliases and truncate is None
+    ours = {server.model_name, *server.aliases, *(() if server.adapters is None else server.adapters.names)}
+    return bool(name) and name not in ours and truncate is None

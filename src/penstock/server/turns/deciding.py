@@ -131,7 +131,9 @@ class _Deciding:
         self._caller = caller
         self._prompts, self._shared = prompts, shared
         self._endpoint = endpoint
-        self._options = Options(priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
+        self._options = Options(
+            model=body.model, priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
+        )
         self._id = new_id("dec-")
         most = min(AT_ONCE, max(1, info.max_num_seqs), caller.tenant.max_concurrent or AT_ONCE)
         self._places = asyncio.Semaphore(most)

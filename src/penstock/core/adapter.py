@@ -1,0 +1,31 @@
+"""Which adapter a request has, as data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.base.hashing import digest
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An adapter by what is in it: `hash` of its numbers, and the folder `path` where a rank finds them. `num_bytes`:
+    of the numbers."""
+
+    hash: bytes
+    path: str
+    num_bytes: int = 0
+
+
+class LoRARequest(NamedTuple):
+    """An adapter for offline generation, with vLLM's names. Two of one content are one, whatever they are called."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+def namespace_of(namespace: bytes, adapter: AdapterRef | None) -> bytes:
+    """Where blocks of KV may be shared: with an adapter only among those of its content."""
+    return namespace if adapter is None else digest(b"adapter", namespace, adapter.hash)

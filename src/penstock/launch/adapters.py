@@ -1,0 +1,96 @@
+"""Adapters found, checked and named, and how a rank reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from penstock.base.bf16 import F32
+from penstock.base.errors import ConfigError, InputError, ModelError
+from penstock.config import EngineConfig
+from penstock.config.lora import LoraConfig, parse_modules
+from penstock.core.adapter import AdapterRef
+from penstock.families.checkpoint import Checkpoint, stored_shapes
+from penstock.formats.peft import CONFIG_NAME, WEIGHTS_NAME
+from penstock.model.adapted import adaptable
+from penstock.ops.adapters import LowRank
+from penstock.weights.adapters import Sites, adapter_facts, load_adapter, model_sites
+from penstock.weights.load import read_weight
+
+Load = Callable[[AdapterRef], Mapping[str, LowRank]]
+
+
+class AdapterBook:
+    """Adapters of one model. Reading one that has been read is two looks at its files."""
+
+    def __init__(self, checkpoint: Checkpoint, lora: LoraConfig) -> None:
+        self._checkpoint, self._lora = checkpoint, lora
+        self._known: dict[tuple[str, tuple[tuple[int, int], ...]], AdapterRef] = {}
+
+    @cached_property
+    def sites(self) -> Sites:
+        spec = self._checkpoint.spec
+        return model_sites(self._checkpoint.weights, spec, adaptable(spec))
+
+    def read(self, path: str | Path) -> AdapterRef:
+        """The adapter in a folder, all of it checked. Raises: ModelError, UnsupportedError."""
+        folder = Path(path).resolve()
+        try:
+            stats = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
+        except OSError:
+            stats = []
+        key = str(folder), tuple((s.st_mtime_ns, s.st_size) for s in stats)
+        if stats and key in self._known:
+            return self._known[key]
+        lora = self._lora
+        facts = adapter_facts(folder, self.sites, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes)
+        ref = AdapterRef(facts.hash, str(folder), facts.num_bytes)
+        self._known[key] = ref
+        return ref
+
+
+def book_of(config: EngineConfig, checkpoint: Checkpoint) -> AdapterBook | None:
+    """None: the engine serves no adapters."""
+    return AdapterBook(checkpoint, config.lora) if config.lora.enable_lora else None
+
+
+def read_modules(book: AdapterBook, text: str | None) -> dict[str, AdapterRef]:
+    """By name, those of `lora_modules`. Raises: ConfigError."""
+    found = {}
+    for name, path in parse_modules(text):
+        try:
+            found[name] = book.read(path)
+        except ModelError as error:
+            raise ConfigError(f"lora_modules: {name}: {error}", field="lora_modules") from None
+    return found
+
+
+def adapter_loader(config: EngineConfig, checkpoint: Checkpoint) -> Load | None:
+    """For a rank; None: it has no adapters."""
+    book = book_of(config, checkpoint)
+    if book is None:
+        return None
+    shapes, lora = stored_shapes(checkpoint.spec), config.lora
+
+    def base(name: str) -> F32:
+        return read_weight(checkpoint.weights[name], shapes[name])
+
+    def load(ref: AdapterRef) -> Mapping[str, LowRank]:
+        return load_adapter(
+            Path(ref.path), book.sites, base, hash=ref.hash, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes
+        )
+
+    return load
+
+
+def requested(book: AdapterBook | None, path: str | None, param: str = "lora_request") -> AdapterRef | None:
+    """The adapter of an offline request. Raises: InputError."""
+    if path is None:
+        return None
+    if book is None:
+        raise InputError(f"{param}: this engine serves no adapters; start it with enable_lora", param=param)
+    try:
+        return book.read(path)
+    except ModelError as error:
+        raise InputError(f"{param}: {error}", param=param) from None

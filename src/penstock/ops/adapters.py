@@ -1,0 +1,111 @@
+"""What low-rank adapters do to products, and the reference of it.
+
+Source: Hu et al., "LoRA", arXiv 2106.09685; rows of many adapters in one step: Chen et al., "Punica", arXiv 2310.18547.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32, widen
+from penstock.ops.plan import I32
+from penstock.ops.step import Step
+
+Numbers = npt.NDArray[Any]
+
+
+class LowRank(NamedTuple):
+    """What one adapter makes of y = x W^T + bias: y * gain + shift + factor * ((x a^T) b^T).
+
+    Shapes: a [r, K], b [N, r] of one type (float32, float16, bfloat16 bits as uint16), r 0 if there is no product; gain
+    and shift float32 [N], or None.
+    """
+
+    a: Numbers
+    b: Numbers
+    factor: float
+    gain: F32 | None = None
+    shift: F32 | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        vectors = [v.nbytes for v in (self.gain, self.shift) if v is not None]
+        return self.a.nbytes + self.b.nbytes + sum(vectors)
+
+
+class AdapterTable(Protocol):
+    """Adapters by number, in the form in which a backend's operations read them."""
+
+    def prepare(self, parts: Mapping[str, LowRank]) -> Any:
+        """What `put` takes, of what an adapter does to the products of these weights. In any thread."""
+        ...
+
+    def put(self, number: int, prepared: Any) -> None:
+        """From the next step on, `number` is this adapter."""
+        ...
+
+    def drop(self, number: int) -> None:
+        """Nobody has this adapter any more. Raises: KeyError if there is none."""
+        ...
+
+
+class PlainTable:
+    """The reference's table. `of(name)` [number] is what each adapter does to the product of that weight."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._parts: dict[str, list[LowRank | None]] = {}
+
+    def of(self, name: str) -> list[LowRank | None]:
+        return self._parts.setdefault(name, [None] * self._count)
+
+    def prepare(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
+        return parts
+
+    def put(self, number: int, parts: Mapping[str, LowRank]) -> None:
+        self.drop(number)
+        for name, part in parts.items():
+            self.of(name)[number] = part
+
+    def drop(self, number: int) -> None:
+        for own in self._parts.values():
+            own[number] = None
+
+
+def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:
+    """y [T, N] as the adapter of each token makes it of x [T, K]; rows without one are those of `y`.
+
+    Row by row, as `ops.ref.product.linear`: a row's result does not depend on its company.
+    """
+    numbers = step.plan.adapters
+    if numbers is None:
+        return y
+    out = y.copy()
+    for b, number in enumerate(numbers.tolist()):
+        part = None if number < 0 else parts[number]
+        if part is None:
+            continue
+        a, up = (widen(m) if m.dtype == np.uint16 else m.astype(np.float32) for m in (part.a, part.b))
+        for t in range(step.bounds[b], step.bounds[b + 1]):
+            row = out[t]
+            if part.gain is not None:
+                row = row * part.gain
+            if part.shift is not None:
+                row = row + part.shift
+            if len(a):
+                row = row + up @ (np.float32(part.factor) * (a @ x[t]))
+            out[t] = row
+    return out
+
+
+def tokens_of(numbers: I32, query_start_loc: I32) -> I32:
+    """The adapter of each token [T], -1: none, of those of the sequences [B]."""
+    return np.repeat(numbers, np.diff(query_start_loc))
+
+
+def num_bytes_of(parts: Iterable[LowRank]) -> int:
+    return sum(part.num_bytes for part in parts)

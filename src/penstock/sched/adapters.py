@@ -1,0 +1,90 @@
+"""No more adapters at once than a rank has places for: a scheduling policy around another.
+
+Whose adapter has no place is passed over until one is free, but not for ever: once it has been passed over for PATIENCE
+steps, nobody behind it enters. Adapters of those who wait are named to the rank, which reads them beside the steps.
+Source: Sheng et al., S-LoRA, arXiv 2311.03285, sections 4.2 (which run) and 5.2 (prefetching).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from penstock.core.adapter import AdapterRef
+from penstock.core.page_ops import AdapterOp
+from penstock.core.protocols import SchedulingPolicy
+from penstock.core.sequence import Sequence
+
+PATIENCE = 64
+WINDOW = 16
+"""Adapters of those who wait, the first in the queue first, that are read ahead."""
+
+
+class WithAdapters:
+    """See `core.protocols.SchedulingPolicy`; all else is as the policy `inner` has it."""
+
+    def __init__(self, inner: SchedulingPolicy, max_adapters: int) -> None:
+        self._inner, self._max = inner, max_adapters
+        self._passed: dict[int, int] = {}
+        self._named: set[bytes] = set()
+        self._kv: Any = None
+        self.num_waiting = 0
+        """Of those who wait, how many lack a place for their adapter."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin_step(self, now_s: float, kv: Any) -> None:
+        self._kv = kv
+        self._inner.begin_step(now_s, kv)
+
+    def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
+        if not waiting:
+            self._passed.clear()
+            self._named.clear()
+            self.num_waiting = 0
+            return self._inner.order(running, waiting)
+        self._announce(waiting)
+        found = self._inner.order(running, waiting)
+        own = {seq.seq_id for seq in waiting}
+        allowed = self._allowed(running, [seq for seq in found if seq.seq_id in own])
+        return [seq for seq in found if seq.seq_id in allowed or seq.seq_id not in own]
+
+    def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
+        return [seq for seq in self._inner.claims(waiting) if seq.seq_id not in self._passed]
+
+    def _allowed(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> set[int]:
+        used = {ref.hash for seq in running if (ref := seq.request.rules.adapter) is not None}
+        passed: dict[int, int] = {}
+        allowed: set[int] = set()
+        shut = False
+        for seq in waiting:
+            ref = seq.request.rules.adapter
+            if seq.held:  # it will not run in this step, whatever it is allowed
+                allowed.add(seq.seq_id)
+                continue
+            if shut:
+                if seq.seq_id in self._passed:
+                    passed[seq.seq_id] = self._passed[seq.seq_id]
+                continue
+            if ref is not None and ref.hash not in used and len(used) >= self._max:
+                passed[seq.seq_id] = self._passed.get(seq.seq_id, 0) + 1
+                shut = passed[seq.seq_id] > PATIENCE
+                continue
+            if ref is not None:
+                used.add(ref.hash)
+            allowed.add(seq.seq_id)
+        self._passed, self.num_waiting = passed, len(passed)
+        return allowed
+
+    def _announce(self, waiting: Seq[Sequence]) -> None:
+        refs: dict[bytes, AdapterRef] = {}
+        for seq in waiting:
+            if (ref := seq.request.rules.adapter) is not None:
+                refs.setdefault(ref.hash, ref)
+                if len(refs) == WINDOW:
+                    break
+        for key, ref in refs.items():
+            if key not in self._named:
+                self._kv.outbox.add(AdapterOp(ref))
+        self._named = set(refs)

@@ -1,0 +1,259 @@
+"""Adapters read: numbers of a PEFT folder, brought to the products of a model.
+
+Sources: LoRA (Hu et al., arXiv 2106.09685); rank-stabilised scales (Kalajdzievski, 2312.03732); DoRA (Liu et al.,
+2402.09353), whose norms of columns are worked out here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32, widen
+from penstock.base.errors import ModelError, UnsupportedError
+from penstock.base.hashing import digest
+from penstock.core.model_spec import Attention, ModelSpec
+from penstock.core.weight_map import Cut
+from penstock.families.checkpoint import WeightRef
+from penstock.families.quantization.gather import is_rows
+from penstock.formats.files import quoted, read_exactly
+from penstock.formats.peft import PeftFolder, PeftModule, read_peft
+from penstock.formats.tensor_ref import TensorRef
+from penstock.ops.adapters import LowRank
+from penstock.weights.load import rows_of
+
+Array = npt.NDArray[Any]
+_TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_CHUNK = 256  # rows of a base weight whose norms are worked out at a time
+
+
+class Site(NamedTuple):
+    """A product of the model that is all or a part of a module: `rows` of what the module gives make it, of all
+    `outputs`; it has `inputs`."""
+
+    weight: str
+    rows: npt.NDArray[np.int64] | None
+    outputs: int
+    inputs: int
+
+
+Sites = Mapping[str, list[Site]]
+"""Module, as the base's files name it -> the products that it is."""
+
+
+class AdapterFacts(NamedTuple):
+    """What is known of an adapter before it is in memory."""
+
+    hash: bytes
+    rank: int
+    num_bytes: int
+    modules: tuple[str, ...]
+
+
+def sites_of(weights: Mapping[str, WeightRef], products: Mapping[str, tuple[int, int]]) -> dict[str, list[Site]]:
+    """`weights`: of a checkpoint; `products`: `model.adapted.adaptable`. Parts that are not rows are left out."""
+    found: dict[str, list[Site]] = {}
+    for name, (rows, cols) in products.items():
+        ref = weights.get(name)
+        if ref is None:
+            continue
+        module = ref.tensor.name.rpartition(".")[0]
+        whole, chosen = ref.tensor.shape, None
+        if ref.cut is not None:
+            own = _rows(ref.cut)
+            if own is None or len(own) != rows:
+                continue
+            whole = (whole[1], whole[0]) if _is_turned(ref.cut) else whole
+            chosen = own
+        found.setdefault(module, []).append(Site(name, chosen, whole[0] if len(whole) == 2 else rows, cols))
+    return found
+
+
+_GGUF_NAMES = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def model_sites(
+    weights: Mapping[str, WeightRef], spec: ModelSpec, products: Mapping[str, tuple[int, int]]
+) -> dict[str, list[Site]]:
+    """`sites_of`; of a GGUF file, which has names of its own, under those that its layers have elsewhere."""
+    plain: dict[str, WeightRef] = {}
+    for name, ref in weights.items():
+        words = name.split(".")
+        own = _GGUF_NAMES.get(words[2]) if len(words) == 3 and words[0] == "layers" else None
+        if own is not None and ref.tensor.name.startswith("blk.") and ref.cut is None:
+            if words[2] in ("q", "k") and _turns_pairs(spec, int(words[1])):
+                continue  # rows lie in another order there
+            tensor = replace(ref.tensor, name=f"model.layers.{words[1]}.{own}.weight")
+            ref = replace(ref, tensor=tensor)
+        plain[name] = ref
+    return sites_of(plain, products)
+
+
+def _turns_pairs(spec: ModelSpec, layer: int) -> bool:
+    mixer = spec.layers[layer].mixer
+    return isinstance(mixer, Attention) and mixer.rope is not None and mixer.rope.interleaved
+
+
+def _is_turned(cut: Cut) -> bool:
+    """Whether the file has [in, out] (GPT-2's Conv1D)."""
+    return cut.axes == (1, 0) and not cut.view and len(cut.shape) == 2
+
+
+def _rows(cut: Cut) -> npt.NDArray[np.int64] | None:
+    if _is_turned(cut):
+        takes = (*cut.take, *[(0, n) for n in cut.shape[len(cut.take) :]])
+        inputs, outputs = takes
+        if inputs != (0, cut.shape[0]) or isinstance(outputs, int):
+            return None
+        return np.arange(cut.shape[1])[slice(*outputs)]
+    return rows_of(cut) if is_rows(cut) else None
+
+
+def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int) -> AdapterFacts:
+    """Reads and checks all of a folder. Raises: ModelError, UnsupportedError."""
+    found = _checked(folder, sites, max_rank, max_bytes)
+    for module in found.modules.values():
+        for tensor in module.tensors.values():
+            _numbers(tensor)
+    return AdapterFacts(content_hash(found), found.max_rank, found.num_bytes, tuple(found.modules))
+
+
+def content_hash(found: PeftFolder) -> bytes:
+    """Of all that decides what an adapter does: tensors, types, factors. Not of its name or path."""
+    parts: list[bytes] = []
+    for name, module in sorted(found.modules.items()):
+        parts.append(msgspec.msgpack.encode((name, module.factor)))
+        for role, t in sorted(module.tensors.items()):
+            parts += [f"{role} {t.dtype} {t.shape}".encode(), read_exactly(t.path, t.offset, t.nbytes)]
+    return digest(b"adapter", *parts)
+
+
+def load_adapter(
+    folder: Path, sites: Sites, base: Callable[[str], F32], *, hash: bytes, max_rank: int, max_bytes: int
+) -> dict[str, LowRank]:
+    """Weight -> what the adapter does to its product. `base(name)`: a weight of the model as float32, asked for by DoRA
+    and biases; None from it for a bias that is none is an error of the folder.
+
+    Raises: ModelError if the folder is not what `hash` says any more, and as `adapter_facts`.
+    """
+    found = _checked(folder, sites, max_rank, max_bytes)
+    if content_hash(found) != hash:
+        raise ModelError(f"{quoted(folder)} has changed since it was loaded; load it again, under a name of its own")
+    out: dict[str, LowRank] = {}
+    for name, module in found.modules.items():
+        numbers = {role: _numbers(t) for role, t in module.tensors.items()}
+        for site in module_sites(sites, name):
+            out[site.weight] = _part(module, numbers, site, base, f"module {quoted(name)} of {quoted(folder)}")
+    return out
+
+
+def module_sites(sites: Sites, module: str) -> list[Site]:
+    """By the whole path, or by one that ends in the other: checkpoints differ in what stands in front."""
+    if module in sites:
+        return sites[module]
+    near = [own for own in sites if own.endswith("." + module) or module.endswith("." + own)]
+    return sites[near[0]] if len(near) == 1 else []
+
+
+def _checked(folder: Path, sites: Sites, max_rank: int, max_bytes: int) -> PeftFolder:
+    found = read_peft(folder)
+    if found.max_rank > max_rank:
+        raise ModelError(f"{quoted(folder)} has rank {found.max_rank}; max_lora_rank is {max_rank}: raise it")
+    if found.num_bytes > max_bytes:
+        raise ModelError(f"{quoted(folder)} has {found.num_bytes} bytes; lora_memory allows {max_bytes}: raise it")
+    for name, module in found.modules.items():
+        own = module_sites(sites, name)
+        if not own:
+            raise UnsupportedError(
+                f"{quoted(folder)} adapts {quoted(name)}, which is no product of a layer of this model: embeddings, "
+                f"output heads, norms and experts are not adapted{_other_base(found)}"
+            )
+        _check_shapes(found, name, module, own[0])
+    return found
+
+
+def _other_base(found: PeftFolder) -> str:
+    return f" (it says that it was made for {quoted(found.base)})" if found.base else ""
+
+
+def _check_shapes(found: PeftFolder, name: str, module: PeftModule, site: Site) -> None:
+    for role, t in module.tensors.items():
+        if t.dtype not in _TYPES:
+            raise UnsupportedError(f"tensor {quoted(t.name)} is {t.dtype}; F32, F16 and BF16 are read")
+        wanted = {"a": (t.shape[0], site.inputs), "b": (site.outputs, t.shape[-1])}.get(role, (site.outputs,))
+        shape = t.shape if role in ("a", "b") else t.shape[-1:]
+        if shape != wanted or len(t.shape) > 2:
+            raise ModelError(
+                f"tensor {quoted(t.name)} has the shape {list(t.shape)}, and this model's {name} needs {list(wanted)}: "
+                f"the adapter was made for another base{_other_base(found)}"
+            )
+
+
+def _numbers(t: TensorRef) -> Array:
+    """As they are stored. Raises: ModelError for NaN and infinity."""
+    out = np.frombuffer(read_exactly(t.path, t.offset, t.nbytes), _TYPES[t.dtype]).reshape(t.shape)
+    if not np.isfinite(_wide(out)).all():
+        raise ModelError(f"tensor {quoted(t.name)} of {quoted(t.path)} holds NaN or infinity")
+    return out
+
+
+def _wide(x: Array) -> F32:
+    return widen(x) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def _part(
+    module: PeftModule, numbers: Mapping[str, Array], site: Site, base: Callable[[str], F32], where: str
+) -> LowRank:
+    def own(x: Array) -> Array:
+        return x if site.rows is None else x[site.rows]
+
+    a = numbers.get("a", np.zeros((0, site.inputs), np.float32))
+    b = own(numbers["b"]) if "b" in numbers else np.zeros((len(own(np.empty(site.outputs))), 0), np.float32)
+    if a.dtype != b.dtype:
+        a, b = _wide(a), _wide(b)
+    gain: F32 | None = None
+    shift: F32 | None = None
+    bias = _bias(base, site.weight) if {"magnitude", "bias"} & set(numbers) else None
+    if "bias" in numbers:
+        if bias is None:
+            raise ModelError(f"{where} brings a bias, and the model has none there")
+        shift = _wide(own(numbers["bias"])) - bias
+    if "magnitude" in numbers:
+        a, b = _wide(a), _wide(b)
+        gain = _wide(own(numbers["magnitude"].reshape(-1))) / _norms(base(site.weight), a, b, module.factor)
+        if not np.isfinite(gain).all():
+            raise ModelError(f"{where} has outputs whose weights, with the adapter, are all zero: DoRA divides by them")
+        b = b * gain[:, None]
+        if bias is not None:  # what is scaled is the product, not its bias
+            rest = bias * (1 - gain)
+            shift = rest if shift is None else shift + rest
+    if "b_bias" in numbers:
+        more = np.float32(module.factor) * _wide(own(numbers["b_bias"]))
+        more = more if gain is None else more * gain
+        shift = more if shift is None else shift + more
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), module.factor, gain, shift)
+
+
+def _bias(base: Callable[[str], F32], weight: str) -> F32 | None:
+    try:
+        return base(weight + ".bias")
+    except KeyError:
+        return None
+
+
+def _norms(weight: F32, a: F32, b: F32, factor: float) -> F32:
+    """Of each output's weights with the adapter, [N]."""
+    out = np.empty(len(weight), np.float32)
+    for lo in range(0, len(weight), _CHUNK):
+        rows = weight[lo : lo + _CHUNK] + np.float32(factor) * (b[lo : lo + _CHUNK] @ a)
+        out[lo : lo + _CHUNK] = np.linalg.norm(rows, axis=1)
+    return out

@@ -1,0 +1,203 @@
+"""Adapters as model names: in every front end, loaded and unloaded while the server runs, below one folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock import LLM, LoRARequest, SamplingParams
+from penstock.base.errors import ConfigError, InputError
+from penstock.config import serve_from_args, serve_from_kwargs
+from penstock.server.live import LiveServer
+from tests.adapting import nano, nano_folder
+
+ADMIN = {"Authorization": "Bearer sk-admin"}
+ASK = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+TARGETS = ("q_proj", "v_proj", "up_proj")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for i, name in enumerate(("tales", "poems", "later")):
+        nano_folder(root / name, i, targets=TARGETS)
+    nano_folder(root.parent / "elsewhere", 9)
+    (root / "link").symlink_to(root.parent / "elsewhere")
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(folders: Path) -> Iterator[httpx.Client]:
+    config = serve_from_kwargs(
+        model=str(nano()), served_model_name="nano", port=0, ops="ref", max_model_len=256, num_gpu_blocks_override=128,
+        engine_in_process=True, lora_modules=f'tales={folders}/tales {{"name": "poems", "path": "{folders}/poems"}}',
+        lora_root=str(folders), admin_api_key="sk-admin",
+    )  # fmt: skip
+    with LiveServer(config) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def texts(folders: Path) -> dict[str, str]:
+    """What each should answer, offline."""
+    llm = LLM(nano(), enable_lora=True, ops="ref", max_model_len=256)
+    asked = {n: LoRARequest(n, i, str(folders / n)) for i, n in enumerate(("tales", "poems", "later"), 1)}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = llm.generate([ASK["prompt"]] * 4, params, lora_request=[None, *asked.values()])
+    answers = dict(zip(("nano", *asked), (out.outputs[0].text for out in found), strict=True))
+    assert len(set(answers.values())) == 4
+    return answers
+
+
+def test_J25_adapters_are_model_names(served: httpx.Client, texts: dict[str, str]) -> None:
+    for name in ("nano", "tales", "poems", "nano", "tales"):
+        answer = served.post("/v1/completions", json={"model": name, **ASK}).json()
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, texts[name])
+    listed = {m["id"]: m for m in served.get("/v1/models").json()["data"]}
+    assert [listed[n]["parent"] for n in ("nano", "tales", "poems")] == [None, "nano", "nano"]
+    assert served.get("/v1/models/tales").json()["root"] == "tales"
+    refused = served.post("/v1/completions", json={"model": "novels", **ASK})
+    assert refused.status_code == 404
+    assert "served is nano, tales, poems" in refused.json()["error"]["message"]
+
+
+FRONTS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6},
+             lambda a: a["choices"][0]["message"]["content"]),
+    "responses": ("/v1/responses", {"input": "Hi", "max_output_tokens": 6},
+                  lambda a: a["output"][0]["content"][0]["text"]),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6},
+                 lambda a: a["content"][0]["text"]),
+    "ollama": ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 6, "temperature": 0}},
+               lambda a: a["response"]),
+    "llama_server": ("/completion", {"prompt": "Hi", "n_predict": 6}, lambda a: a["content"]),
+    "decisions": (
+        "/v1/decisions",
+        {"input": "Hi", "questions": [{"type": "predicate", "name": "urgent", "instructions": "Is this urgent?"}]},
+        lambda a: str(a["answers"]),
+    ),
+    "embeddings": ("/v1/embeddings", {"input": "Hi"}, lambda a: tuple(a["data"][0]["embedding"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_J25_every_front_end_takes_an_adapter_for_a_model(served: httpx.Client, front: str) -> None:
+    path, body, read = FRONTS[front]
+    sampling = {} if front in ("ollama", "embeddings", "decisions") else {"temperature": 0}
+    found = {}
+    for name in ("nano", "tales", "poems"):
+        answer = served.post(path, json={"model": name, **sampling, **body})
+        assert answer.status_code == 200, answer.text
+        found[name] = read(answer.json())
+    assert len(set(found.values())) == 3
+
+
+def test_adapters_are_loaded_and_unloaded(served: httpx.Client, texts: dict[str, str], folders: Path) -> None:
+    def load(name: str, path: str, **headers: str) -> httpx.Response:
+        body = {"lora_name": name, "lora_path": path}
+        return served.post("/v1/load_lora_adapter", json=body, headers=headers or ADMIN)
+
+    assert served.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "later"}).status_code == 401
+    assert load("later", "later").json() == "Success: LoRA adapter 'later' added successfully."
+    text = served.post("/v1/completions", json={"model": "later", **ASK}).json()["choices"][0]["text"]
+    assert text == texts["later"]
+    for name, path, sentence in (
+        ("later", "later", "is loaded; unload it first"), ("nano", "later", "the name of the model itself"),
+        ("a b", "later", "lora_name: 1 to 128"), ("x", "../elsewhere", "leads out of the folder"),
+        ("x", str(folders.parent / "elsewhere"), "leads out of the folder"), ("x", "link", "leads out of the folder"),
+        ("x", "nothing", "is no folder"),
+    ):  # fmt: skip
+        refused = load(name, path)
+        assert refused.status_code == 400
+        assert sentence in refused.json()["error"]["message"], refused.text
+    gone = served.post("/v1/unload_lora_adapter", json={"lora_name": "later"}, headers=ADMIN)
+    assert gone.json() == "Success: LoRA adapter 'later' removed successfully."
+    assert served.post("/v1/completions", json={"model": "later", **ASK}).status_code == 404
+    assert served.post("/v1/unload_lora_adapter", json={"lora_name": "later"}, headers=ADMIN).status_code == 404
+    assert load("later", "poems").status_code == 200
+    text = served.post("/v1/completions", json={"model": "later", **ASK}).json()["choices"][0]["text"]
+    assert text == texts["poems"], "a name that is used again means what it was given last"
+    assert served.post("/v1/unload_lora_adapter", json={"lora_name": "later"}, headers=ADMIN).status_code == 200
+
+
+def test_unloading_waits_for_running_requests(served: httpx.Client) -> None:
+    load = {"lora_name": "brief", "lora_path": "later"}
+    assert served.post("/v1/load_lora_adapter", json=load, headers=ADMIN).status_code == 200
+    body = {"model": "brief", **ASK, "max_tokens": 120, "stream": True}
+    ended: list[str] = []
+
+    def unload() -> None:
+        served.post("/v1/unload_lora_adapter", json={"lora_name": "brief"}, headers=ADMIN)
+        ended.append("unloaded")
+
+    with served.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(line for line in lines if line)
+        metrics = served.get("/metrics").text
+        assert 'running_lora_adapters="brief"' in metrics
+        thread = threading.Thread(target=unload)
+        thread.start()
+        while "brief" in [m["id"] for m in served.get("/v1/models").json()["data"]]:
+            time.sleep(0.01)  # its name goes at once
+        ended += ["answered" for line in lines if line == "data: [DONE]"]
+    thread.join()
+    assert ended == ["answered", "unloaded"]
+
+
+def test_metrics_tell_of_adapters(served: httpx.Client) -> None:
+    lines = served.get("/metrics").text.splitlines()
+    found = {line.split("{")[0]: line for line in lines if "lora" in line and not line.startswith("#")}
+    assert 'max_lora="8"' in found["vllm:lora_requests_info"]
+    assert float(found["penstock:lora_adapters_wanted_total"].split()[-1]) > 0
+    assert float(found["penstock:lora_adapters"].split()[-1]) >= 2
+
+
+def test_modules_on_the_command_line(folders: Path, tmp_path: Path) -> None:
+    import argparse
+
+    from penstock.config import add_arguments
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, model_positional=True, server=True)
+    words = [
+        str(nano()),
+        "--enable-lora",
+        "--lora-modules",
+        f"a={folders}/tales",
+        f"b={folders}/poems",
+        "--max-loras=2",
+    ]
+    config = serve_from_args(parser.parse_args(words), {})
+    assert config.server.lora_modules == f"a={folders}/tales b={folders}/poems"
+    assert config.engine.lora.max_loras == 2
+    for text, sentence in (
+        ("a", "name=path is needed"), ("a=x a=y", "names 'a' twice"), ("{", "is no JSON"),
+        ('{"name": "a"}', "without name or path"), ('[{"name": 1, "path": "x"}]', "an object with name and path"),
+        (f"a={tmp_path}/nothing", "is no folder"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"lora_modules: .*{sentence}"), LiveServer(
+            serve_from_kwargs(model=str(nano()), port=0, ops="ref", max_model_len=64, lora_modules=text,
+                              engine_in_process=True)
+        ):  # fmt: skip
+            pass
+
+
+def test_what_does_not_go_with_adapters_is_refused(folders: Path) -> None:
+    llm = LLM(nano(), ops="ref", max_model_len=64)
+    with pytest.raises(InputError, match="serves no adapters; start it with enable_lora"):
+        llm.generate("Hi", lora_request=LoRARequest("a", 1, str(folders / "tales")))
+    with pytest.raises(ConfigError, match="max_cpu_loras: 2 adapters in memory are fewer than the max_loras 3"):
+        LLM(nano(), enable_lora=True, max_loras=3, max_cpu_loras=2)
+    for more in ({"weight_memory_bytes": 1 << 20}, {"packed_weights": "streamed"}, {"expert_memory_bytes": 1 << 20}):
+        with pytest.raises(ConfigError, match="weights that are read while others compute"):
+            LLM(nano(), enable_lora=True, **more)
+    with pytest.raises(ConfigError, match="kv_allocator: modules computes texts again .*enable_lora"):
+        LLM(nano(), enable_lora=True, ops="ref", max_model_len=64, kv_allocator="modules")
+    with pytest.raises(ConfigError, match="kv_offload_format hidden"):
+        LLM(nano(), enable_lora=True, kv_offload_format="hidden")
