@@ -127,7 +127,8 @@ def main() -> None:
         "difference of a logit; the logits' own spread is between "
         f"{min(e['spread'] for e in seen):.1f} and {max(e['spread'] for e in seen):.1f}.",
         f"{len(FAMILIES.names())} families, {len(ARCHITECTURES)} architectures, {len(seen)} comparisons.", "",
-        "Families with a suite of their own: Mamba, Mamba-2, Nemotron-H",
+        "Families with a suite of their own: encoders",
+        "([test_encoder_parity.py](../tests/models/test_encoder_parity.py)), Mamba, Mamba-2, Nemotron-H",
         "([test_mamba_parity.py](../tests/models/test_mamba_parity.py),",
         "[test_nemotron_h_parity.py](../tests/models/test_nemotron_h_parity.py)), RWKV-4 and 7",
         "([test_rwkv_golden.py](../tests/models/test_rwkv_golden.py)), RWKV-5 and 6, judged by the paper's parallel",

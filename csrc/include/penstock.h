@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 14
+#define PST_ABI 15
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -164,7 +164,8 @@ typedef struct pst_register {
  *
  * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions.
  *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order.
- *                n2 V: ids from there on read row 0; 0: there are none
+ *                n2 V: ids from there on read row 0; 0: there are none. n3 words: ids are type * n3 + word, and n4 says
+ *                which is looked up, 0 the word, 1 the type; n3 0: ids are what they are
  * PST_SELECT     out[r] = in0[rows[r]]
  * PST_NORM       every stretch of n0 numbers of a row by itself: in place
  *                n1: 1 rms, x / sqrt(mean(x^2) + f0) * w; 2 layer, (x - mean) / sqrt(var + f0) * w + b
@@ -200,6 +201,9 @@ typedef struct pst_register {
  *                of group n0, in plane n5: see pst_pages. n6 0: of the first token of each sequence in the step, 1: of its
  *                others, whose keys PST_WRITE must have kept. f0 scale of q.k, f1 reach; p3 pst_pages; p0? int64 [2]: added
  *                are the tokens read, head by head, and those there were, of tokens that chose
+ * PST_ATTEND_TEXT  out [T, H, D] = softmax attention of in0 q over in1 k and in2 v, all [T, n0 H, D], of the whole text: what
+ *                a sequence has in the step, which begins at position 0 (others are NaN). n1: a token sees those less than
+ *                n1 places away; 0: all. f0 scale. out must not overlap its inputs
  * PST_ADD, PST_MUL         out = in0 + in1 (f0 not 0: in0 + f0 in1, rounded once), in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
@@ -314,7 +318,8 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33, PST_REHEARSE,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT = 60
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT = 60,
+    PST_ATTEND_TEXT
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

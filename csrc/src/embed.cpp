@@ -16,13 +16,14 @@ struct Embed final : Op {
     View out;
     const uint8_t* table;
     const pst_matrix* matrix;
-    int32_t dtype, num_rows;
-    bool by_position;
+    int32_t dtype, num_rows, words;
+    bool by_position, by_type;
     float factor;
 
     Embed(const pst_op& op, const Maker& maker)
         : out(maker.reg(op.out)), table(static_cast<const uint8_t*>(op.p[0])),
-          matrix(static_cast<const pst_matrix*>(op.p[1])), dtype(op.n[0]), num_rows(op.n[2]), by_position(op.n[1] == 1), factor(op.f[0]) {
+          matrix(static_cast<const pst_matrix*>(op.p[1])), dtype(op.n[0]), num_rows(op.n[2]), words(op.n[3]),
+          by_position(op.n[1] == 1), by_type(op.n[4] == 1), factor(op.f[0]) {
         check(table || matrix, "an embedding needs a table");
         check(matrix || (dtype >= PST_F32 && dtype <= PST_BF16), "a table is of float32, float16 or bfloat16");
         if (matrix) {
@@ -31,11 +32,15 @@ struct Embed final : Op {
             check(matrix->cols == out.width, "an embedding is as wide as its table");
         }
         check(op.n[1] == 0 || op.n[1] == 1, "a table is looked up by token ids (0) or positions (1)");
+        check(words >= 0 && (op.n[4] == 0 || op.n[4] == 1), "words of ids are counted, and one part of two is looked up");
         check(maker.reg(op.out).rows == PST_ROWS_TOKENS, "an embedding fills rows of tokens");
     }
     void run(Team& team, const Context& context) const override {
         const int32_t* given = by_position ? context.step.positions : context.step.token_ids;
-        auto id = [&](int64_t t) { return num_rows && given[t] >= num_rows ? 0 : given[t]; };
+        auto id = [&](int64_t t) {
+            const int32_t part = !words ? given[t] : by_type ? given[t] / words : given[t] % words;
+            return num_rows && part >= num_rows ? 0 : part;
+        };
         if (matrix) {
             for (int64_t first, last; team.next(1, context.step.num_tokens, first, last);)
                 for (int64_t t = first; t < last; t++) {

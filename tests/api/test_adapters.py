@@ -197,7 +197,7 @@ def test_what_does_not_go_with_adapters_is_refused(folders: Path) -> None:
     for more in ({"weight_memory_bytes": 1 << 20}, {"packed_weights": "streamed"}, {"expert_memory_bytes": 1 << 20}):
         with pytest.raises(ConfigError, match="weights that are read while others compute"):
             LLM(nano(), enable_lora=True, **more)
-    with pytest.raises(ConfigError, match="kv_allocator: modules computes texts again .*enable_lora"):
+    with pytest.raises(ConfigError, match=r"kv_allocator: modules computes texts again .*enable_lora"):
         LLM(nano(), enable_lora=True, ops="ref", max_model_len=64, kv_allocator="modules")
     with pytest.raises(ConfigError, match="kv_offload_format hidden"):
         LLM(nano(), enable_lora=True, kv_offload_format="hidden")

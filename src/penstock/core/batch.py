@@ -75,7 +75,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `num_samples`: 0 if more known tokens follow; 1 to sample the next token; n > 1 to draw the first token of samples
     0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
     `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.
-    `pooling` ("last", "mean", "cls") folds the hidden states of these tokens into one; see `runner.pooling`.
+    `pooling` (`core.pooler`) folds the hidden states of these tokens into one; see `runner.pooling`.
     `num_drafts` > 0: the rank may draft so many tokens that follow, at most `draft_depth` of them on one path, and
     verify them in this step: there is memory for them behind the last token. The row then yields a Verified.
     `keeps` > 0: choose what the sequence keeps once these tokens have run, so many tokens per line; the row then yields

@@ -177,7 +177,7 @@ _ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bi
                 "router_tasks")  # fmt: skip
 _LATENT = ("kv_b", "k_b", "v_b", "o_a")
 """Multiplied by, but not with rows (`model.attention.latent`, `model.compressed`)."""
-TABLES = ("embed", "positions", "ple_embed")
+TABLES = ("embed", "positions", "ple_embed", "token_types")
 """Weights that are looked up in; a tied one is multiplied with, too."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.output import EngineOutput
+from penstock.core.pooler import PoolingSpec
 from penstock.core.request import Abort, Control, Request
 
 
@@ -26,6 +27,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     num_params: int = 0
     embedding_size: int = 0
+    generates: bool = True
+    pooler: PoolingSpec | None = None
+    num_words: int = 0
+    """These three: see `text.limits.Limits`."""
     dtype: str = ""
     kv_dtype: str = ""
     pid: int = 0

@@ -20,6 +20,7 @@ from penstock.core.mixers.blocks import BlockAttention
 from penstock.core.mixers.compressed import EntryAttention, EntryIndexer
 from penstock.core.mixers.delta import GatedDelta
 from penstock.core.mixers.diagonal import Diagonal
+from penstock.core.mixers.encoder import EncoderAttention
 from penstock.core.mixers.gated_lru import GatedLru
 from penstock.core.mixers.lightning import Lightning
 from penstock.core.mixers.mamba import Mamba, Mamba2
@@ -30,13 +31,15 @@ from penstock.core.mixers.rwkv import ChannelMix, Qrwkv6, Rwkv4, Rwkv5, Rwkv6, R
 from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.mixers.streams import Streams
+from penstock.core.pooler import PoolingSpec
 from penstock.core.router import Router
 from penstock.core.selection import BOUNDS, PARTIAL, num_components
 
 __all__ = [
-    "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention",
-    "EntryIndexer", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent",
-    "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm",
+    "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EncoderAttention",
+    "EntryAttention", "EntryIndexer", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer",
+    "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer",
+    "QkNorm",
     "Qrwkv6", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv5", "Rwkv6", "Rwkv7", "SharedBlock",
     "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
@@ -45,6 +48,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamp
 Mixer = (
     Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv5 | Rwkv6 | Rwkv7 | Qrwkv6
     | GatedDelta | ShortConv | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock | BlockAttention
+    | EncoderAttention
 )  # fmt: skip
 
 
@@ -161,6 +165,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     (x + norm'(mixer) + h + norm''(`laurel_out` `laurel_in` h)) / sqrt(2), where h is what the mixer reads, through so
     many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`). `streams` (with `pre`, in all
     layers of a model or in none): x is several streams, see there.
+    `raw_mixer` (with `pre`): the mixer reads the residual as it is, without `attn_norm` (ModernBERT's first layer).
     `residual_weights`: what a half is added to is multiplied by learned numbers (weights `attn_residual` and
     `ffn_residual` [E]; Doge).
     """
@@ -175,6 +180,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     output_scale: bool = False
     residual_weights: bool = False
+    raw_mixer: bool = False
     mixer_scale: float = 1.0
     beside: bool = False
     forgets: bool = False
@@ -211,7 +217,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     and `embed_out` [embed_size, E] lead in and out). Embeddings are multiplied by `embed_scale`; `positions`: learned
     ones (weight `positions` [max_position, E]) are added; then `embed_norm`. Logits are multiplied by `logit_scale`,
     then become cap * tanh(logit / cap) with `logit_soft_cap`. `pair`: it is a head on another model, which reads pairs
-    (`embed_size` is 2E) and gives hidden states; the output matrix is that model's.
+    (`embed_size` is 2E) and gives hidden states; the output matrix is that model's. `token_types`: kinds of tokens,
+    each with a vector that is added to embeddings (weight `token_types` [n, E]); token i of kind t has the id t V + i.
+    `pooler`: what becomes of hidden states where the model writes no text. `has_head` off: it has no output matrix.
     """
 
     family: str
@@ -232,6 +240,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     pair: Pair | None = None
+    token_types: int = 0
+    pooler: PoolingSpec | None = None
+    has_head: bool = True
 
     def __post_init__(self) -> None:
         assert len({(layer.per_layer, layer.altup) for layer in self.layers}) <= 1, "layers differ in what all share"
@@ -256,6 +267,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers[0].streams if self.layers else None
 
     @property
+    def is_encoder(self) -> bool:
+        """Every token sees those behind it, too: it reads texts and writes none."""
+        return any(isinstance(layer.mixer, EncoderAttention) for layer in self.layers)
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that a token may have: V of each kind."""
+        return self.vocab_size * max(1, self.token_types)
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of an embedding."""
+        if self.pooler is not None and self.pooler.head and not self.pooler.labels:
+            return self.pooler.head[-1].width
+        return self.embed_size or self.hidden_size
+
+    @property
     def num_params(self) -> int:
         """Numbers in all weights; a tied head counts once."""
         return sum(prod(shape) for shape in weight_shapes(self).values())
@@ -274,14 +302,14 @@ def _can_read(mixer: Mixer | None, source: Mixer | None) -> bool:
 def cache_spec(
     layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, part: float = 0.0
 ) -> CacheSpec | None:
-    """What one layer keeps between steps; None for a layer without a mixer, and for one that reads the keys and values
-    of another (`Layer.kv_from`). Recurrent state is always float32.
+    """What one layer keeps between steps; None for a layer without a mixer, for one of an encoder, and for one that
+    reads the keys and values of another (`Layer.kv_from`). Recurrent state is always float32.
 
     `lanes`: runs of kv heads with pages of their own (attention only). `bounds`: pages have the bounds of their keys
     (`core.selection.PageReads`; attention without a window only). `part`: share of the keys' components that are kept
     once more, instead of bounds.
     """
-    if layer.mixer is None or layer.kv_from is not None:
+    if layer.mixer is None or layer.kv_from is not None or isinstance(layer.mixer, EncoderAttention):
         return None
     spec = layer.mixer.cache(kv_dtype)
     if isinstance(layer.ffn, ChannelMix):
@@ -353,6 +381,8 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
         out |= norm_shapes("token_norm", spec.pair.norm, e) | norm_shapes("hidden_norm", spec.pair.norm, e)
     if spec.positions:
         out["positions"] = (spec.max_position, e)
+    if spec.token_types:
+        out["token_types"] = (spec.token_types, e)
     if spec.embed_size is not None:
         out["embed_in"] = (e, width)
     if (ple := spec.per_layer) is not None:
@@ -372,6 +402,8 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
     if spec.streams is not None:
         out |= spec.streams.weight_shapes("head_streams", e, last=True)
     out |= norm_shapes("final_norm", spec.final_norm, e)
+    if not spec.has_head:
+        return out | (spec.pooler.weight_shapes(e) if spec.pooler is not None else {})
     if spec.pair is not None:
         return out
     if spec.embed_size is not None:
@@ -390,7 +422,7 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
         for half in ("attn", "ffn"):
             out |= layer.streams.weight_shapes(half + "_streams", e)
     if layer.mixer is not None:
-        if not layer.beside and layer.placement != "bare":
+        if not layer.beside and not layer.raw_mixer and layer.placement != "bare":
             out |= norm_shapes("attn_norm", layer.norm, e)
         out |= layer.mixer.weight_shapes(e)
         if layer.placement == "both":

@@ -113,6 +113,59 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
+class PoolingOutput:
+    """`data`: float32, [tokens, E] or [N]."""
+
+    data: Any
+
+
+@dataclass
+class PoolingRequestOutput:
+    """vLLM's name and fields."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ClassificationOutput:
+    """`probs`: a score for each label, in the model's order."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """vLLM's name and fields."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """vLLM's name and fields. `prompt_token_ids`: of the pair, or of both texts one after the other."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
 class BeamSearchSequence:
     tokens: list[int]
     """Prompt and generated ids."""

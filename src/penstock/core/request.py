@@ -74,7 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         stop_token_ids: ids that end a sample and are reported as its stop reason.
         eos_token_ids: ids that end a sample as "stop"; empty when ignored.
         beam: set for beam search; `n` is then 1.
-        pooling: "last", "mean" or "cls" for a pooled hidden state instead of tokens; `n` is then 1.
+        pooling: for a pooled hidden state instead of tokens (`core.pooler`); `n` is then 1.
         priority: smaller goes first (only policies that say so look at it).
         namespace: identity under which blocks may be shared (tenant, adapter, salt, position scheme, taint).
         taint: label of a lossy method chosen for this request from the start; "" is lossless.

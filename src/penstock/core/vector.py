@@ -35,3 +35,27 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         return
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= size:
         raise InputError(f"dimensions must be an integer from 1 to {size}, the size of this model", param="dimensions")
+
+
+def label_scores(pooled: bytes, kind: str) -> list[float]:
+    """Scores of labels from what a classifier's head gave. `kind`: softmax, sigmoid or none.
+
+    Shapes: [number of labels].
+    """
+    import numpy as np
+
+    x = np.frombuffer(pooled, "<f4").astype(np.float64)
+    if kind == "softmax":
+        x = np.exp(x - x.max())
+        x = x / x.sum()
+    elif kind == "sigmoid":
+        x = np.where(x >= 0, 1.0, np.exp(-np.abs(x))) / (1.0 + np.exp(-np.abs(x)))
+    found: list[float] = x.tolist()
+    return found
+
+
+def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
+    """Of two vectors of length 1, in float64."""
+    import numpy as np
+
+    return float(np.dot(a.astype(np.float64), b.astype(np.float64)))

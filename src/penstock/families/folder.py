@@ -26,6 +26,7 @@ from penstock.families.checkpoint import (
 )
 from penstock.families.fields import Fields
 from penstock.families.mtp import mtp_heads
+from penstock.families.pooling import with_pooling
 from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
 from penstock.families.quantization.method import Method
@@ -52,7 +53,13 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     spec = family.spec(told)
     check_count(spec)
     tensors = _tensors(folder, names)
-    weights, heads = _match(folder, tensors, spec, family, method)
+    spec, dense = with_pooling(spec, folder, names)
+    untied = spec.has_head and not spec.tie_embeddings and not any(n.endswith("lm_head.weight") for n in tensors)
+    if untied and spec.pooler is not None:  # a decoder that was saved for its vectors
+        spec = msgspec.structs.replace(spec, has_head=False)
+    plain = spec if not dense else msgspec.structs.replace(spec, pooler=None)
+    weights, heads = _match(folder, tensors, plain, family, method)
+    weights |= dense
     check_weights(weights, spec)
     if not _says_dtype(config):
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))

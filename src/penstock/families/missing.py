@@ -37,7 +37,7 @@ MISSING: dict[str, str] = {
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
     "KimiK3ForConditionalGeneration": f"{_VISION}, residuals over blocks of layers (attn_res_block_size), situ gates",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
-    "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
+    "T5ForConditionalGeneration": "an encoder beside the decoder",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",
 }
 """Entry of `architectures` in config.json -> what running it would need."""
@@ -46,7 +46,7 @@ PURPOSES = {
     "ForSequenceClassification": "a classifier's head",
     "ForTokenClassification": "a token classifier's head",
     "ForQuestionAnswering": "a head that marks spans",
-    "ForMaskedLM": "an encoder that sees both sides (Penstock runs decoders)",
+    "ForMaskedLM": "an encoder of another kind than those that are read",
 }
 """End of an architecture's name -> what running it would need."""
 

@@ -174,6 +174,14 @@ _register("minicpm3", "penstock.families.minicpm:MiniCPM3", "MiniCPM3ForCausalLM
 _register("vaultgemma", "penstock.families.gemma:VaultGemma", "VaultGemmaForCausalLM")
 _register("lfm3", "penstock.families.lfm2:Lfm3", "Lfm3ForCausalLM")
 _register("gpt_neox_japanese", "penstock.families.gpt_neox:GptNeoXJapanese", "GPTNeoXJapaneseForCausalLM")
+_register("bert", "penstock.families.encoders:Bert", "BertModel", "BertForMaskedLM", "BertForSequenceClassification")
+_register("roberta", "penstock.families.encoders:Roberta", "RobertaModel", "RobertaForMaskedLM",
+          "RobertaForSequenceClassification")  # fmt: skip
+_register("xlm-roberta", "penstock.families.encoders:XlmRoberta", "XLMRobertaModel", "XLMRobertaForMaskedLM",
+          "XLMRobertaForSequenceClassification")  # fmt: skip
+_register("modernbert", "penstock.families.encoders:ModernBert", "ModernBertModel", "ModernBertForMaskedLM",
+          "ModernBertForSequenceClassification")  # fmt: skip
+_register("nomic_bert", "penstock.families.encoders:NomicBert", "NomicBertModel", "NomicBertForMaskedLM")
 _register("chatglm", "penstock.families.chatglm:ChatGlm", "ChatGLMModel", "ChatGLMForConditionalGeneration")
 
 

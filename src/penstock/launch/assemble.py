@@ -171,7 +171,7 @@ def model_parts(
     )
     return Parts(
         forward=forward,
-        vocab_size=spec.vocab_size,
+        vocab_size=spec.num_ids,
         restoring=partial(model.restoring, backend, forward) if keeps_hidden(config) else None,
         backend=backend,
         grammars=grammars,

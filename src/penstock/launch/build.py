@@ -26,6 +26,7 @@ from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
 from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
+from penstock.launch.encoder import choose_encoding
 from penstock.launch.hub import local_path
 from penstock.launch.kv_events import events_decision, open_events
 from penstock.launch.kv_store import fingerprint, open_store
@@ -96,6 +97,7 @@ def start(
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)
         config, chosen = choose_ops(config, files.checkpoint.spec)
+        config, encodes = choose_encoding(config, files.checkpoint.spec)
         config, speculates = choose_mtp(config, bool(files.checkpoint.heads))
         draft_models = open_drafts(config, files.checkpoint, download)
     drafts = tuple(str(draft_model.checkpoint.path) for draft_model in draft_models)
@@ -143,7 +145,14 @@ def start(
     unread = unread_decision(checkpoint.spec)
     for decision in unread:
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
-    decisions = (*chosen, *speculates, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    decisions = (
+        *chosen,
+        *encodes,
+        *speculates,
+        *unread,
+        *stretch_decision(files.stored, checkpoint.spec),
+        *plan.decisions,
+    )
     decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan), *events_decision(config))
     adapters = None
     if config.lora.enable_lora:
@@ -151,7 +160,7 @@ def start(
 
         adapters = book_of(config, checkpoint)
     defaults = None
-    if not serving:
+    if not serving and limits.generates:
         defaults, said = _sampling(checkpoint.generation_config, limits, config)
         decisions = (*decisions, said)
     return Engine(
@@ -176,13 +185,15 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     own, stored, generation, heads = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
+    config, encodes = choose_encoding(config, spec)
     config, speculates = choose_mtp(config, bool(heads))
     machine = machine_of(config, machine or probe(), spec)
     plan = resolve(config, spec, machine, draft_specs(config, heads), keeping_of(config), stored, traits_of(config))
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
     decided = (*backend_decisions(config, spec, plan), *events_decision(config))
-    said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
-    return msgspec.structs.replace(plan, decisions=(*chosen, *speculates, *changed, *plan.decisions, *decided, said))
+    said = (_sampling(generation, limits_of(spec, generation, plan), config)[1],) if spec.has_head else ()
+    decided = (*chosen, *encodes, *speculates, *changed, *plan.decisions, *decided, *said)
+    return msgspec.structs.replace(plan, decisions=decided)
 
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:
@@ -208,7 +219,10 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         max_num_seqs=core.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.plan.max_num_batched_tokens,
         num_params=engine.spec.num_params,
-        embedding_size=engine.spec.embed_size or engine.spec.hidden_size,
+        embedding_size=engine.spec.vector_size,
+        generates=limits.generates,
+        pooler=limits.pooler,
+        num_words=limits.num_words,
         dtype=engine.plan.dtype,
         kv_dtype=engine.plan.kv_dtype,
         pid=pid,

@@ -19,26 +19,28 @@ from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint, plain, read_hints
 from penstock.core.output import (
     BeamSearchOutput,
-    EmbeddingOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     EngineOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
 )
 from penstock.core.request import Abort, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
-from penstock.core.vector import check_dimensions, embedding
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
 from penstock.launch.decide import decide
 from penstock.launch.progress import StepProgress, loading
+from penstock.launch.vectors import Vectors, failed
 from penstock.text.boundaries import changed_after, num_common
 from penstock.text.decisions import MIN_LABEL_MASS, PLAIN_KWARGS, DecisionQuestion, Ids, Judgement, label_params
 from penstock.text.grammar.source import kind_of
 from penstock.text.modules import NO_MODULES, AskedModules, joined, padding_id, read_modules
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template, encode_chat
-from penstock.text.validate import build_pooling_request, build_request
+from penstock.text.validate import build_request
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -91,6 +93,7 @@ class LLM:
         self._compressor = Compressor(self.config, self._engine.tokenizer)
         self._processor = OutputProcessor(self._engine.tokenizer, self._engine.clock)
         self._counter = 0
+        self._vectors = Vectors(self._engine, self.get_tokenizer, self._pool, self._next_number)
         self._news: set[str] = set()
 
     # -- what vLLM's users call ----------------------------------------------------------------------------------
@@ -187,34 +190,51 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
         lora_request: Adapters = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector per prompt: a pooled hidden state (`runner.pooling`), of length 1 unless `normalize` is false."""
-        spec = self._engine.spec
-        check_dimensions(dimensions, spec.embed_size or spec.hidden_size)
-        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        refs = self._adapters(lora_request, len(listed))
-        requests = [self._pooling_request(self._tokens(p), pooling, ref) for p, ref in zip(listed, refs, strict=True)]
-        for request in requests:
-            self._processor.add(request, None, None)
-        done: dict[str, EngineOutput] = {}
-        with StepProgress(len(requests), use_tqdm) as progress:
-            for request_id in self._drive(requests):
-                if self._processor.is_finished(request_id):
-                    done[request_id] = self._processor.pooled_output(request_id)
-                    progress.finished()
-        made = []
-        for request in requests:
-            out = done[request.request_id]
-            if out.error is not None:
-                raise EngineError(out.error)
-            vector = embedding(out.pooled, normalize=normalize, dimensions=dimensions).tolist()
-            made.append(EmbeddingRequestOutput(request.request_id, EmbeddingOutput(vector), request.prompt_token_ids))
-        return made
+        """One vector per prompt: a pooled hidden state (`core.pooler`), of length 1 unless `normalize` is false.
+
+        Where nothing is said, the model's own files decide, or it is the last token's, of length 1.
+        `truncate_prompt_tokens`: longer texts are cut to so many tokens; -1: to what the model reads.
+        """
+        listed = self._listed(prompts)
+        return self._vectors.embed(
+            listed, pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate_prompt_tokens,
+            progress=use_tqdm, adapters=self._adapters(lora_request, len(listed)),
+        )  # fmt: skip
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "token_embed",
+        truncate_prompt_tokens: int | None = None, use_tqdm: bool = False,
+    ) -> list[PoolingRequestOutput]:  # fmt: skip
+        """What the model gives, as numbers: hidden states of all tokens, or what `pooling_task` (embed, classify) asks
+        for, before any norm or softmax."""
+        return self._vectors.encode(
+            self._listed(prompts), task=pooling_task, truncate=truncate_prompt_tokens, progress=use_tqdm
+        )
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = False
+    ) -> list[ClassificationRequestOutput]:
+        """A score per label for each prompt. Raises: InputError for a model without a classifier's head."""
+        return self._vectors.classify(
+            self._listed(prompts), truncate=truncate_prompt_tokens, progress=use_tqdm
+        )  # fmt: skip
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        """How well texts go together: by a cross-encoder's head, or the cosine of their vectors."""
+        first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+        return self._vectors.score(
+            first, second, self._tokens, truncate=truncate_prompt_tokens, progress=use_tqdm
+        )  # fmt: skip
 
     def decide(
         self,
@@ -478,13 +498,12 @@ class LLM:
                              param="lora_request")  # fmt: skip
         return [requested(self._engine.adapters, None if one is None else one.lora_path) for one in each]
 
-    def _pooling_request(self, prompt: _Tokens, pooling: str, adapter: AdapterRef | None) -> Request:
-        request = build_pooling_request(
-            str(self._counter), prompt.ids, pooling, limits=self._engine.limits, namespace=prompt.namespace,
-            arrival_s=self._engine.clock.now(), param=prompt.param, adapter=adapter,
-        )  # fmt: skip
+    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[_Tokens]:
+        return [self._tokens(p) for p in ([prompts] if isinstance(prompts, str | Mapping) else prompts)]
+
+    def _next_number(self) -> int:
         self._counter += 1
-        return request
+        return self._counter - 1
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -500,6 +519,17 @@ class LLM:
                     progress.tokens(sum(len(o.token_ids) for o in output.outputs))
                     progress.finished()
         return [done[r.request_id] for r, _, _ in made]
+
+    def _pool(self, requests: list[Request], show_progress: bool) -> list[EngineOutput]:
+        for request in requests:
+            self._processor.add(request, None, None)
+        done: dict[str, EngineOutput] = {}
+        with StepProgress(len(requests), show_progress) as progress:
+            for request_id in self._drive(requests):
+                if self._processor.is_finished(request_id):
+                    done[request_id] = self._processor.pooled_output(request_id)
+                    progress.finished()
+        return [failed(done[request.request_id]) for request in requests]
 
     def _stream(self, request: Request, text: str | None, params: SamplingParams) -> Iterator[RequestOutput]:
         self._processor.add(request, params, text)

@@ -144,7 +144,10 @@ def limits_of(spec: ModelSpec, generation_config: Mapping[str, Any], plan: Plan)
     more = given if isinstance(given, list) else [given]
     ends = [t for t in more if isinstance(t, int) and not isinstance(t, bool) and 0 <= t < spec.vocab_size]
     return Limits(
-        vocab_size=spec.vocab_size,
+        vocab_size=spec.num_ids,
+        generates=spec.has_head,
+        pooler=spec.pooler,
+        num_words=spec.vocab_size if spec.token_types > 1 else 0,
         max_model_len=plan.max_model_len,
         kv_capacity_tokens=plan.kv_capacity_tokens,
         eos_token_ids=tuple(dict.fromkeys([*spec.eos_token_ids, *ends])),

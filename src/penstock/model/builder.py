@@ -91,7 +91,7 @@ def _read(b: Emitter, p: str, layer: Layer) -> str:
 
 def _before(b: Emitter, name: str, layer: Layer) -> str:
     """The register that a half reads."""
-    if layer.placement not in ("pre", "both", "normed"):
+    if layer.placement not in ("pre", "both", "normed") or (layer.raw_mixer and name.endswith("attn_norm")):
         return "x"
     h = "x" if layer.placement == "normed" else "h"
     b.norm("x", h, name, layer.norm)
@@ -128,7 +128,6 @@ def _parallel(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
 
 
 def _mixer(b: Emitter, p: str, layer: Layer, place: Place | None, x: str, y: str) -> None:
-    assert place is not None, "every mixer keeps something"
     MIXERS[type(layer.mixer)](b, p, layer.mixer, place, x, y)
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from penstock.model import residuals
 from penstock.model.emitter import Emitter
+from penstock.model.encoder import pooled_head
 
 
 def embedding(b: Emitter) -> None:
-    b.emit("embed", ("token_ids",), "x", "embed")
+    types = b.spec.token_types
+    b.emit("embed", ("token_ids",), "x", "embed", bound=("word", b.spec.vocab_size) if types else ())
     b.scale("x", b.spec.embed_scale)
+    if types:
+        b.emit("embed", ("token_ids",), "y", "token_types", bound=("type", b.spec.vocab_size))
+        b.emit("add", ("x", "y"), "x")
     if b.spec.embed_size is not None:
         b.linear("x", "x", "embed_in")
     if b.spec.positions:
@@ -33,6 +38,9 @@ def last(b: Emitter) -> None:
 
 def head(b: Emitter) -> None:
     spec = b.spec
+    if not spec.has_head:
+        pooled_head(b, spec.pooler)
+        return
     if spec.pair is not None:  # its logits are made by the model that it hangs on
         b.emit("scale", ("x",), "logits", bound=(1.0,))
         return

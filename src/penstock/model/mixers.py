@@ -8,6 +8,7 @@ from penstock.core.model_spec import (
     Attention,
     BlockAttention,
     Diagonal,
+    EncoderAttention,
     EntryAttention,
     GatedDelta,
     GatedLru,
@@ -30,6 +31,7 @@ from penstock.model.blocks import block_attention
 from penstock.model.compressed import compressed
 from penstock.model.delta import gated_delta
 from penstock.model.diagonal import diagonal, gated_lru
+from penstock.model.encoder import encoder_attention
 from penstock.model.mamba import mamba, mamba2
 from penstock.model.mlstm import mlstm
 from penstock.model.recurrent import lightning, recurrent
@@ -41,6 +43,6 @@ MIXERS: dict[type, Callable[..., None]] = {
     Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv5: rwkv5, Rwkv6: rwkv6,
     Rwkv7: rwkv7, Qrwkv6: qrwkv6, Mamba: mamba, Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv,
     Lightning: lightning, EntryAttention: compressed, GatedLru: gated_lru, Mlstm: mlstm, Diagonal: diagonal,
-    SharedBlock: shared_block, BlockAttention: block_attention,
+    SharedBlock: shared_block, BlockAttention: block_attention, EncoderAttention: encoder_attention,
 }  # fmt: skip
 """Each is called with emitter, prefix of the layer's weights, mixer, place, and the registers it reads and fills."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.model_spec import Attention, EntryAttention, ModelSpec
+from penstock.core.model_spec import Attention, EntryAttention, ModelSpec, cache_spec
 from penstock.model.emitter import Place
 from penstock.ops.kept import Kept
 
@@ -37,6 +37,6 @@ def places_of(
             places[n] = places[layer.kv_from]
             if layer.kv_from in kept:
                 kept[n] = kept[layer.kv_from]
-    with_cache = [n for n, layer in enumerate(spec.layers) if layer.mixer is not None]
+    with_cache = [n for n, layer in enumerate(spec.layers) if cache_spec(layer, "float32") or layer.kv_from is not None]
     assert sorted(places) == with_cache, "a layer that keeps something is in a group"
     return places, kept, further

@@ -34,7 +34,8 @@ class OpContract(NamedTuple):
 
 
 CONTRACTS: tuple[OpContract, ...] = (
-    OpContract("embed", "rows of a table; ids beyond it read row 0", "token_ids int32 [T]", "weight [V, E]", "[T, E]"),
+    OpContract("embed", "rows of a table; ids beyond it read row 0", "token_ids int32 [T]",
+               "weight [V, E]; for tokens of several kinds (ModelSpec.token_types): word or type, V", "[T, E]"),
     OpContract("select", "the rows whose logits are wanted", "x [T, E]; rows int32 [R]", "", "[R, E]"),
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
     OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
@@ -105,6 +106,8 @@ CONTRACTS: tuple[OpContract, ...] = (
                "group; layer of the group; keys; value; scale; window; chunk; soft_cap; slopes [H]; sinks [H]; "
                "rotation of raw keys; kept if newest tokens are kept apart; pages that are read; chosen if tokens were",
                "[T, H, W]"),
+    OpContract("attend_text", "softmax attention of each token over the whole of its text, which begins in this step",
+               "q, k, v [T, H, D]; step", "scale; how far a token sees to both sides, or None", "[T, H, D]"),
     OpContract("latent_query", "query of absorbed latent attention: its part without position times the key projection",
                "q [T, H, nope + rope]", "key [H, nope, C]", "[T, H, C + rope]"),
     OpContract("choose_tokens", "the tokens that each token's sparse attention reads (core.mixers.attention.Indexer)",

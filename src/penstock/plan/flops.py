@@ -22,6 +22,7 @@ from penstock.core.matrix_format import is_product
 from penstock.core.model_spec import (
     Attention,
     BlockAttention,
+    EncoderAttention,
     EntryAttention,
     Experts,
     Latent,
@@ -142,7 +143,8 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
     caches = [c for kept in cache_specs(spec, kv_dtype or dtype) for c in kept]
     shapes = weight_shapes(spec)
     embed = shapes.pop("embed")
-    shapes.pop("positions", None)
+    for table in ("positions", "token_types"):
+        shapes.pop(table, None)
     shapes.pop("ple_embed", None)  # a row of it is read, as of the embedding
     head = shapes.pop("lm_head", embed)
     shapes.pop("lm_head.bias", None)
@@ -212,6 +214,8 @@ def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
         kept = every[n if layer.kv_from is None else layer.kv_from]
         if isinstance(m, Attention | Latent | EntryAttention | BlockAttention):
             add(m.reach, m.pair_flops, kept[0].num_bytes)
+        if isinstance(m, EncoderAttention):
+            add(None if m.reach is None else m.reach + 1, m.pair_flops, 0)
         if isinstance(m, EntryAttention) and m.every is not None:  # as if every token had its part of an entry
             add(None, m.entry_flops // m.every, sum(p.num_bytes for p in kept[1].page_planes) // m.every)
     for window, (flops, num_bytes) in sums.items():

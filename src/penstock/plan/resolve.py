@@ -335,6 +335,9 @@ def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Dec
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec, keeping: Keeping | None, decisions: _Decisions) -> int:
     given = config.model.max_model_len
+    if given is None and spec.pooler is not None and spec.pooler.max_tokens is not None:
+        decisions.add("max_model_len", spec.pooler.max_tokens, "the longest text that the files of this model name")
+        return spec.pooler.max_tokens
     if given is None:
         decisions.add("max_model_len", spec.max_position, "the longest context the model was made for")
         return spec.max_position

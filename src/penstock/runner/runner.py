@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +25,7 @@ from penstock.model.forward import (
     ExpertForward,
     Forward,
     GreedyForward,
+    HeadForward,
     ObservedForward,
     PoolingForward,
     ResidentForward,
@@ -128,7 +130,8 @@ class Runner:
         self.storage = storage
         self.sampler = sampler
         self.grammars = grammars
-        self.pooler = Pooler(rows)
+        head = partial(forward.run_head, planes=storage.planes) if isinstance(forward, HeadForward) else None
+        self.pooler = Pooler(rows, head)
         self.drafter = drafter
         self.verifier: Verifying = Verifier(sampler) if verifier is None else verifier
         self.selections = selections
@@ -299,7 +302,7 @@ class Runner:
             plan = replace(planned.step, hidden_indices=planned.hidden)
             logits, hidden = self._forward.run_pooling(plan, self.storage.planes)
             assert hidden.dtype == np.float32, f"hidden states are {hidden.dtype}"
-            return logits, hidden
+            return (logits if len(logits) else []), hidden
         if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
             return self._greedy.run_greedy(planned.step, self.storage.planes), NO_STATES
         if self._resident is not None:

@@ -423,7 +423,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         entering = []
         for seq in added:
-            if seq.tables:  # not if it was preempted again within this step
+            if seq.status is not Status.WAITING:  # not if it was preempted again within this step
                 rules = seq.request.rules
                 entering.append(AddedRow(seq.seq_id, seq.index, seq.token_ids.tolist(), seq.prompt_len, rules))
                 self._on_rank.add(seq.seq_id)

@@ -38,6 +38,7 @@ from penstock.server.routes import (
     ollama,
     ops,
     page,
+    pooling,
     responses,
     text,
 )
@@ -52,7 +53,7 @@ from penstock.text.defaults import sampling_decision
 
 log = logging.getLogger("penstock.server")
 MODULES = (
-    chat, completions, responses, messages, message_batches, embeddings, decisions, models, text, files,
+    chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
     batches, ollama, llama_server, ops, docs, admin, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128

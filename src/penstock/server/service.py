@@ -23,6 +23,7 @@ from penstock.server.encoding import PromptFit, TextEncoding
 from penstock.server.pins import PinLedger
 from penstock.server.protocols import Admission
 from penstock.server.tool_times import ToolTimes, ToolUse
+from penstock.text.pooling import NO_TEXT
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
 from penstock.text.validate import (
@@ -143,7 +144,9 @@ class Service:
         return validate_reference(found.ids, self.limits, param=param)
 
     def template(self, requested: str | None, tools: object) -> str:
-        """For a conversation with `tools`, or without. Raises InputError as `choose_template`."""
+        """For a conversation with `tools`, or without. Raises InputError as `choose_template`, and for an encoder."""
+        if not self.limits.generates:
+            raise InputError(NO_TEXT, param="model")
         return choose_template(
             self.chat_template, requested, trusted=self.config.trust_request_chat_template,
             named=self.named_templates, tools=bool(tools),

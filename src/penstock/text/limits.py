@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.core.pooler import PoolingSpec
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -15,6 +17,10 @@ class Limits:
         max_model_len: prompt and generated tokens of one sample together.
         kv_capacity_tokens: tokens the whole KV pool holds; None: not the tighter limit.
         eos_token_ids: the model's end-of-sequence ids.
+        generates: the model writes text; others read it and give vectors or scores.
+        pooler: what the model's files say of its vectors.
+        num_words: ids of tokens of the first kind, where a model has kinds of tokens (`ModelSpec.token_types`); token i
+            of kind t has the id t * num_words + i, and `vocab_size` counts them all. 0: there is one kind.
         max_logprobs: largest `logprobs` and `prompt_logprobs`; -1 is no limit and allows -1 (all) in requests.
         max_prompt_logprob_entries: prompt tokens times entries of each.
         max_logprob_entries: samples times tokens times entries of each; None: as many as are asked for.
@@ -24,6 +30,9 @@ class Limits:
     max_model_len: int
     kv_capacity_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    generates: bool = True
+    pooler: PoolingSpec | None = None
+    num_words: int = 0
     max_n: int = 16384
     max_logprobs: int = 20
     max_prompt_logprob_entries: int = 2_000_000

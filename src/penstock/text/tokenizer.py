@@ -151,6 +151,19 @@ class Tokenizer:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_ids[0]] if add_special_tokens and self._append_eos and self.eos_ids else ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids of two texts with the special tokens around and between them, and which kind each token is of.
+
+        Raises: InputError where the vocabulary has no such form.
+        """
+        if isinstance(self._backend, PieceBackend) or self._backend.post_processor is None:
+            raise InputError("this tokenizer has no form for pairs of texts, which a cross-encoder needs")
+        try:
+            found = self._backend.encode(_checked(first), _checked(second))
+        except Exception as error:
+            raise InputError(f"the texts cannot be encoded: {_first_line(error)}") from None
+        return found.ids, found.type_ids
+
     def count(self, text: str) -> int:
         """Tokens of `text`, without special ones around it. Raises: InputError if it cannot be encoded."""
         if isinstance(self._backend, PieceBackend):

@@ -28,6 +28,7 @@ from penstock.text.encoding import TOO_LONG
 from penstock.text.grammar.lead import tokens_to_think
 from penstock.text.grammar.source import Compiled, grammar_of, kind_of
 from penstock.text.limits import Limits
+from penstock.text.pooling import NO_TEXT, check_pooling
 from penstock.text.tokenizer import Tokenizer
 
 MIN_REPETITION_PENALTY = 1e-6
@@ -37,7 +38,6 @@ MAX_LENGTH_PENALTY = 100.0
 MAX_LOGPROB_IDS = 1024
 MAX_PATTERN, MAX_PATTERN_TOKENS = 256, 4096
 """Of repetition_detection: tokens of a pattern, and of all its repetitions. They are compared after every token."""
-POOLINGS = ("last", "mean", "cls")
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 _FLAGS = (
@@ -223,6 +223,8 @@ def build_request(
             temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
             include_stop_str_in_output=params.include_stop_str_in_output,
         )  # fmt: skip
+    if not limits.generates:
+        raise InputError(NO_TEXT, param="model")
     validate_sampling(params, limits=limits)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
     if modules and modules[-1] >= len(prompt_token_ids):
@@ -275,8 +277,7 @@ def build_pooling_request(
 
     Raises: InputError.
     """
-    if pooling not in POOLINGS:
-        raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, not {_show(pooling)}", param="pooling")
+    check_pooling(pooling, limits)
     _sequence(param, prompt_token_ids)
     room, what = limits.context
     if not 1 <= len(prompt_token_ids) <= room:

@@ -20,7 +20,7 @@ from tests.oracle import NaiveModel
 from tests.sampled import grid, some
 
 MODELS = ["llama_gqa", "slot", "latent"]
-POOLINGS = ["last", "mean", "cls"]
+POOLINGS = ["last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"]
 
 
 def names() -> list[str]:
@@ -48,6 +48,13 @@ def naive_pooled(name: str, ids: list[int], pooling: str) -> npt.NDArray[np.floa
         for state in hidden:
             total += state
         return (total / len(ids)).astype(np.float32)
+    if pooling == "max":
+        return hidden.max(axis=0)
+    if pooling == "mean_sqrt_len":
+        return (hidden.astype(np.float64).sum(axis=0) / len(ids) ** 0.5).astype(np.float32)
+    if pooling == "weightedmean":
+        shares = np.arange(1, len(ids) + 1) / (len(ids) * (len(ids) + 1) / 2)
+        return (shares[:, None] * hidden.astype(np.float64)).sum(axis=0).astype(np.float32)
     row: npt.NDArray[np.float32] = hidden[-1 if pooling == "last" else 0]
     return row
 
@@ -157,7 +164,7 @@ def test_the_whole_context_may_be_embedded() -> None:
     with pytest.raises(InputError, match=r"41 tokens.*40"):
         llm.embed({"prompt_token_ids": [5] * 41})
     with pytest.raises(InputError, match="pooling must be one of last, mean, cls"):
-        llm.embed("a", pooling="max")
+        llm.embed("a", pooling="median")
     with pytest.raises(InputError, match="dimensions must be an integer from 1 to"):
         llm.embed("a", dimensions=0)
     raw = llm.embed("Once upon a time", normalize=False, pooling="mean")[0].outputs.embedding

@@ -51,7 +51,9 @@ def by_row(op: Callable[..., Tensor], num_rowed: int = 1) -> Callable[..., Tenso
     return each
 
 
-def embed(token_ids: Tensor, weight: Matrix) -> Tensor:
+def embed(token_ids: Tensor, weight: Matrix, part: str = "", vocab_size: int = 0) -> Tensor:
+    if part:
+        token_ids = token_ids % vocab_size if part == "word" else token_ids // vocab_size
     return rows_of(weight, torch.where(token_ids < weight.shape[0], token_ids, 0))
 
 

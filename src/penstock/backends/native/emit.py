@@ -224,7 +224,8 @@ class _Emitter:
         table, name = node.bound[0], node.weights[0]
         coded = isinstance(table, StoredMatrix)
         by_position = int(node.takes is not None and node.takes[0] == "positions")
-        n = (0 if coded else int(DTYPES[table.dtype]), by_position, table.shape[0])
+        part, vocab = node.bound[1:] or ("", 0)
+        n = (0 if coded else int(DTYPES[table.dtype]), by_position, table.shape[0], vocab, int(part == "type"))
         pointers = (None, self._matrices[name]) if coded else (table,)
         self._add_op(Kind.EMBED, name, (), self._new_home(node), n=n, f=(1.0,), pointers=pointers)
 

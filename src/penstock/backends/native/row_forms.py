@@ -1,4 +1,4 @@
-"""The native form of what AltUp and sparse gates do to rows (`ops.ref.streams`)."""
+"""The native form of what AltUp and sparse gates do to rows (`ops.ref.streams`), and of an encoder's attention."""
 
 from __future__ import annotations
 
@@ -40,13 +40,19 @@ def _correct(node: Node) -> Form:
     return Form(Kind.STREAMS, "correct", (_count(node), CORRECT, node.bound[0]), in_place=0)
 
 
+def _attend_text(node: Node) -> Form:
+    scale, reach = node.bound
+    n = (_count(node), 0 if reach is None else reach + 1)
+    return Form(Kind.ATTEND_TEXT, f"reach {reach}", n, f=(float(scale),))
+
+
 def _count(node: Node) -> int:
     heads = node.inputs[0].heads
-    assert heads is not None, "streams lie side by side"
+    assert heads is not None, "streams, and heads, lie side by side"
     return heads
 
 
 _FORMS: dict[str, Callable[[Node], Form]] = {
     "cut_off": _cut_off, "match_magnitude": _match, "scale_columns": _scale_columns, "mix_streams": _mix,
-    "correct_streams": _correct,
+    "correct_streams": _correct, "attend_text": _attend_text,
 }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 14
+ABI = 15
 PANEL = 64
 
 
@@ -126,6 +126,7 @@ class Kind(IntEnum):
     BIASED_HEADS = 55
     WKV6 = 56
     ADAPT = 60
+    ATTEND_TEXT = 61
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

@@ -12,6 +12,7 @@ from penstock.ops.ref.blocks import attend_blocks
 from penstock.ops.ref.connections import blend_streams, collapse_streams, spread, weigh_streams
 from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
+from penstock.ops.ref.encoder import attend_text
 from penstock.ops.ref.entries import attend_entries, choose_entries, write_entries
 from penstock.ops.ref.experts import experts, route, route_listed
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
@@ -107,6 +108,7 @@ REF = OpTable(
         "attend_chosen": attend_chosen,
         "rehearse": rehearse,
         "attend_blocks": attend_blocks,
+        "attend_text": attend_text,
         "latent_query": latent_query,
         "latent_output": latent_output,
         "write_entries": write_entries,

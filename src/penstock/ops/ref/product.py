@@ -27,8 +27,13 @@ def rows_as_float32(weight: Weight, first: int, last: int) -> F32:
     return weight.values(first, last) if isinstance(weight, StoredMatrix) else as_float32(weight[first:last])
 
 
-def embed(token_ids: I32, weight: Weight) -> F32:
-    """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]. Ids beyond the table read row 0."""
+def embed(token_ids: I32, weight: Weight, part: str = "", vocab_size: int = 0) -> F32:
+    """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]. Ids beyond the table read row 0.
+
+    `part`: ids are type * `vocab_size` + word, and one of the two is looked up.
+    """
+    if part:
+        token_ids = token_ids % vocab_size if part == "word" else token_ids // vocab_size
     return take_rows(weight, np.where(token_ids < weight.shape[0], token_ids, 0))
 
 

@@ -31,6 +31,7 @@ FLUSH_MS = 3000
 """What a server that ends waits for its last spans to be taken."""
 _NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _OPERATIONS = {"completions": "text_completion", "completion": "text_completion", "embeddings": "embeddings",
+               "classify": "embeddings", "score": "embeddings", "pooling": "embeddings",
                "ollama.generate": "text_completion"}  # fmt: skip
 
 

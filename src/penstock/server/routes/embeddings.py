@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +27,7 @@ from penstock.server.transport.pieces import GAP, Pieces, PiecesResponse
 from penstock.server.transport.sse import encoder, unless_gone
 from penstock.server.turns.asking import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
 from penstock.server.turns.truncation import check_truncation, to_cut, truncated
+from penstock.text.pooling import pooling_of, prompt_before, shortened
 from penstock.text.validate import build_pooling_request
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     Vector = npt.NDArray[np.float32]
 
+T = TypeVar("T")
 AT_ONCE = 16
 """Inputs of one request that are with the engine at a time: a long list must not fill the queue."""
 _REFUSED = {
@@ -74,35 +78,76 @@ async def written_vectors(
     info = server.client.info
     assert info is not None
     check_dimensions(body.dimensions, info.embedding_size)
-    pooling = "last" if body.pooling is None else body.pooling
+    limits = server.service.limits
+    pooling, own = pooling_of("embed", body.pooling, limits), limits.pooler
+    most, room = body.truncate_prompt_tokens, limits.context[0]
+    check_truncation(most, limits)
+    prompts = [
+        _cut(prompt, most, room, keep_first=keep_first, ends=not limits.generates)
+        for prompt in await _prompts(caller, body)
+    ]
+    # What is left of a vector that was cut is brought to length 1, whatever the model's files say of whole ones.
+    normalize = body.normalize
+    if normalize is None:
+        normalize = own is None or own.normalize or body.dimensions is not None
+    vectors = await pooled_all(
+        caller, body, prompts, pooling, partial(embedding, normalize=normalize, dimensions=body.dimensions)
+    )
     work = server.slices.work(caller.tenant)
-    most, room = body.truncate_prompt_tokens, server.service.limits.context[0]
-    check_truncation(most, server.service.limits)
-    prompts = [truncated(prompt, most, room, keep_first=keep_first) for prompt in await _prompts(caller, body)]
-    for prompt in prompts:  # all of them, before any runs
-        await work.pause()
-        build_pooling_request("", prompt.ids, pooling, limits=server.service.limits, param=prompt.param)
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def one(i: int, prompt: Prompt) -> Vector:
-        async with places:
-            pooled = await _pooled(caller, body, prompt, pooling, f"{request_id}-{i}")
-            # In a thread: the first one imports numpy, for which no other stream should wait.
-            normalize = body.normalize is not False
-            return await asyncio.to_thread(embedding, pooled, normalize=normalize, dimensions=body.dimensions)
-
-    request_id = new_id("embd-")
-    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
-    try:
-        vectors = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
     parts: list[bytes | bytearray] = []
     for vector in vectors:
         await work.pause()
         parts.append(encoder.encode(_written(vector, coded)))
     return parts, sum(len(prompt.ids) for prompt in prompts)
+
+
+def _cut(prompt: Prompt, most: int | None, room: int, *, keep_first: bool, ends: bool) -> Prompt:
+    """`ends`: a text keeps its first tokens, and the one that the tokenizer puts behind it (encoders)."""
+    if not ends or most is None:
+        return truncated(prompt, most, room, keep_first=keep_first)
+    return replace(prompt, ids=shortened(prompt.ids, room if most == -1 else most, encoded=prompt.text is not None))
+
+
+class Asked(Protocol):
+    """Options that every request for hidden states has."""
+
+    model: str | None
+    priority: int | None
+    cache_salt: str | None
+    timeout: float | None
+
+
+async def pooled_all(
+    caller: Caller, body: Asked, prompts: Sequence[Prompt], pooling: str, finish: Callable[[bytes], T],
+    endpoint: str = "embeddings",
+) -> list[T]:  # fmt: skip
+    """What `finish` makes of each prompt's pooled numbers, in their order. All are checked before any runs.
+
+    Raises InputError, RefusedError, WireError, EngineError; cancelling aborts.
+    """
+    server = caller.server
+    work = server.slices.work(caller.tenant)
+    for prompt in prompts:
+        await work.pause()
+        build_pooling_request("", prompt.ids, pooling, limits=server.service.limits, param=prompt.param)
+    info = server.client.info
+    assert info is not None
+    # A step of an encoder takes whole texts, as many as it has room for, and nobody's answer waits between them.
+    places = asyncio.Semaphore(AT_ONCE if info.generates else max(AT_ONCE, info.max_num_seqs))
+    request_id = new_id("embd-")
+
+    async def one(i: int, prompt: Prompt) -> T:
+        async with places:
+            pooled = await _pooled(caller, body, prompt, pooling, f"{request_id}-{i}", endpoint)
+            # In a thread: the first one imports numpy, for which no other stream should wait.
+            return await asyncio.to_thread(finish, pooled)
+
+    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _written(vector: Vector, coded: str) -> list[float] | str:
@@ -112,9 +157,9 @@ def _written(vector: Vector, coded: str) -> list[float] | str:
     return floats
 
 
-async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, pooling: str, request_id: str) -> bytes:
+async def _pooled(caller: Caller, body: Asked, prompt: Prompt, pooling: str, request_id: str, endpoint: str) -> bytes:
     options = Options(model=body.model, priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
-    call = make_call(caller, prompt, SamplingParams(max_tokens=1), options, "embeddings", request_id)
+    call = make_call(caller, prompt, SamplingParams(max_tokens=1), options, endpoint, request_id)
     call.pooling = pooling
     stream = await caller.server.service.submit(call)
     try:
@@ -135,8 +180,9 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
         fit=to_cut(body.truncate_prompt_tokens, service.limits) or PromptFit.to_pool(service.limits),
         asker=asker_of(caller, body.timeout),
     )  # fmt: skip
+    before = prompt_before(body.prompt_name, service.limits.pooler)
     if isinstance(given, str):
-        return await encode([given], ["input"])
+        return await encode([before + given if given else ""], ["input"])
     if given and all(isinstance(x, int) for x in given):
         return [Prompt([x for x in given if isinstance(x, int)], None, "input")]
     most = caller.server.config.max_prompts
@@ -147,7 +193,9 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
     names = [f"input[{i}]" for i in range(len(given))]
     listed = [(one, name) for one, name in zip(given, names, strict=True) if isinstance(one, list)]
     texts = [(one, name) for one, name in zip(given, names, strict=True) if isinstance(one, str)]
-    found = await encode([one for one, _ in texts], [name for _, name in texts]) if texts else []
+    found = (
+        await encode([before + one if one else "" for one, _ in texts], [name for _, name in texts]) if texts else []
+    )
     by_name = {prompt.param: prompt for prompt in (*found, *(Prompt(one, None, name) for one, name in listed))}
     return [by_name[name] for name in names]
 

@@ -237,7 +237,7 @@ async def show(request: Request) -> Response:
     server: Server = request.app.state.server
     model_of(server, body.model or body.name)
     details, info, service = _details(server), server.client.info, server.service
-    capabilities = ["completion", "embedding"]
+    capabilities = ["completion", "embedding"] if server.service.limits.generates else ["embedding"]
     capabilities += ["tools"] if writes_calls(server) else []
     capabilities += ["thinking"] if writes_thoughts(server) else []
     capabilities += ["insert"] if marks_of(server) is not None else []

@@ -89,7 +89,7 @@ async def tokenizer_info(request: Request) -> Response:
         eos_token=tokenizer.eos_token or None,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_ids[0] if tokenizer.eos_ids else None,
-        vocab_size=server.service.limits.vocab_size,
+        vocab_size=server.service.limits.num_words or server.service.limits.vocab_size,
         model_max_length=server.service.limits.context[0],
         chat_template=server.service.chat_template,
     )

@@ -12,7 +12,9 @@ from penstock.server.schema.openai import PromptTokensDetails
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """`input`: a text, a list of texts, token ids, or a list of lists of token ids.
 
-    `pooling` (last, mean, cls) and `normalize` are ours: which hidden state of the model, and whether its length is 1.
+    `pooling` (last, mean, cls, max, weightedmean, mean_sqrt_len), `normalize` and `prompt_name` are ours: which hidden
+    state of the model, whether its length is 1, and which of the model's prompts goes before each text. Where they are
+    left out, the model's own files decide.
     """
 
     input: str | list[str | int | list[int]]
@@ -21,6 +23,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     user: str | None = None
     pooling: str | None = None
+    prompt_name: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
