@@ -108,7 +108,7 @@ def _cut(prompt: Prompt, most: int | None, room: int, *, keep_first: bool, ends:
     return replace(prompt, ids=shortened(prompt.ids, room if most == -1 else most, encoded=prompt.text is not None))
 
 
-class Asked(Protocol):
+class VectorOptions(Protocol):
     """Options that every request for hidden states has."""
 
     model: str | None
@@ -118,7 +118,7 @@ class Asked(Protocol):
 
 
 async def pooled_all(
-    caller: Caller, body: Asked, prompts: Sequence[Prompt], pooling: str, finish: Callable[[bytes], T],
+    caller: Caller, body: VectorOptions, prompts: Sequence[Prompt], pooling: str, finish: Callable[[bytes], T],
     endpoint: str = "embeddings",
 ) -> list[T]:  # fmt: skip
     """What `finish` makes of each prompt's pooled numbers, in their order. All are checked before any runs.
@@ -157,7 +157,9 @@ def _written(vector: Vector, coded: str) -> list[float] | str:
     return floats
 
 
-async def _pooled(caller: Caller, body: Asked, prompt: Prompt, pooling: str, request_id: str, endpoint: str) -> bytes:
+async def _pooled(
+    caller: Caller, body: VectorOptions, prompt: Prompt, pooling: str, request_id: str, endpoint: str
+) -> bytes:
     options = Options(model=body.model, priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
     call = make_call(caller, prompt, SamplingParams(max_tokens=1), options, endpoint, request_id)
     call.pooling = pooling
