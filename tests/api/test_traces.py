@@ -86,7 +86,8 @@ def attributes(span: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="penstock[otel] is not installed")
-    with Receiver() as receiver:
+    with Receiver() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds; OpenTelemetry's own: 5 seconds
         yield receiver
 
 

@@ -13,7 +13,7 @@ from penstock.launch.llm import LLM
 from penstock.ops.native.library import best_library
 
 MODEL = Path.home() / ".cache" / "penstock" / "all-minilm-l6-v2"
-SEEN = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "minilm.json").read_text("utf-8"))
+SEEN = json.loads((Path(__file__).parents[1] / "data" / "minilm.json").read_text("utf-8"))
 pytestmark = [
     pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is not there: python tools/models.py all-minilm-l6-v2"),
     pytest.mark.skipif(best_library() is None, reason=NOT_BUILT),

@@ -21,6 +21,7 @@ from penstock.server.routes import batches, models
 from penstock.server.routes.embeddings import _prompts
 from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchObject, RequestCounts
+from penstock.server.schema.embeddings import EmbeddingRequest
 from penstock.server.schema.openapi import _operations
 from penstock.text.defaults import model_defaults
 from penstock.text.limits import Limits
@@ -105,10 +106,10 @@ def test_the_description_names_every_method_but_head() -> None:
 
 def test_nothing_to_embed_is_refused_with_the_count() -> None:
     """An empty list holds neither texts nor token ids."""
-    limits = SimpleNamespace(context=(64, "the context"))
+    limits = SimpleNamespace(context=(64, "the context"), pooler=None)
     service = SimpleNamespace(limits=limits, encode_all=print)
     server = SimpleNamespace(service=service, config=SimpleNamespace(max_prompts=8))
-    body: Any = SimpleNamespace(input=[], add_special_tokens=True, timeout=None, truncate_prompt_tokens=None)
+    body = EmbeddingRequest(input=[])
     caller: Any = SimpleNamespace(server=server, timeout_s=None, tenant=None, arrival_s=0.0)
     with pytest.raises(InputError, match="input has 0 entries; 1 to 8"):
         asyncio.run(_prompts(caller, body))
