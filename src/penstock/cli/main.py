@@ -109,7 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(argv)
         finally:
             sys.stdout.flush()  # here, where a reader that is gone is no news
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # One that comes while a class is made: Python 3.11 says that `__set_name__` failed.
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         print(file=sys.stderr)
         return EXIT_INTERRUPT
     except BrokenPipeError:

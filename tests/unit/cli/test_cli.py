@@ -6,12 +6,14 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import __version__
 from penstock.backends.native.backend import NOT_BUILT
-from penstock.cli.main import COMMANDS
+from penstock.cli import doctor
+from penstock.cli.main import COMMANDS, main
 from penstock.core.model_spec import weight_shapes
 from penstock.ops.native.library import best_library
 from tests.command import penstock, process
@@ -25,6 +27,20 @@ def test_version_and_help() -> None:
     assert "run" in shown.stdout
     assert "doctor" in shown.stdout
     assert penstock().returncode == 2
+
+
+def test_an_interrupt_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    def make(_: Any) -> int:
+        type("Made", (), {"field": Interrupted()})
+        return 0
+
+    monkeypatch.setattr(doctor, "doctor", make)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err.strip() == ""
 
 
 def test_a_process_ends_as_main_returns() -> None:
