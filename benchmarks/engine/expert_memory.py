@@ -60,7 +60,7 @@ from penstock.runner.assemble import DecoderModel
 from penstock.weights.load import load_weights
 
 MODEL = Path.home() / ".cache" / "penstock" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-CORPUS = Path("/work/shared/data/corpus")
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "corpus"
 PASSAGES, HELD_OUT, PASSAGE_TOKENS = 10, 3, 64
 NOVELS = ("children/carroll_alices_adventures_in_wonderland.txt", "children/grahame_the_wind_in_the_willows.txt")
 
