@@ -153,7 +153,11 @@ def _source_html(path: str) -> str:
             sorted(p.name + "/" * p.is_dir() for p in where.iterdir() if not p.name.startswith((".", "_")))
         )
     else:
-        text = where.read_text(encoding="utf-8")
+        raw = where.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = f"{len(raw):,} bytes that are no text"
     plain = len(text) > 100_000 or where.suffix in ("", ".json", ".jsonl")  # figures need no colours
     try:
         lexer = TextLexer() if plain else get_lexer_for_filename(where.name)

