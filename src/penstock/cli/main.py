@@ -109,17 +109,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(argv)
         finally:
             sys.stdout.flush()  # here, where a reader that is gone is no news
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # One that comes while a class is made: Python 3.11 says that `__set_name__` failed.
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        print(file=sys.stderr)
-        return EXIT_INTERRUPT
     except BrokenPipeError:
         # The reader of our output went away (`penstock run ... | head`): nothing is left to say to anybody. What the
         # interpreter flushes at its end goes nowhere instead of failing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
+        print(file=sys.stderr)
+        return EXIT_INTERRUPT
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Also one that comes wrapped: while a class is made, Python 3.11 says that `__set_name__` failed."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _main(argv: Sequence[str] | None) -> int:
