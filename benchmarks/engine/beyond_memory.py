@@ -98,8 +98,9 @@ def drive_rate(path: Path, parts: list[tuple[int, int]]) -> float:
     from concurrent.futures import ThreadPoolExecutor
 
     from penstock.ops.native import resident as r
+    from penstock.ops.native.direct_file import DirectFile
 
-    file = r._File(os.open(path, os.O_RDONLY))
+    file = DirectFile(os.open(path, os.O_RDONLY))
     out = huge_pages(max(n for _, n in parts))
     out[:] = 0
     start = time.perf_counter()

@@ -24,7 +24,7 @@ from penstock.core.request import Request
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.model.graph import Graph
-from penstock.ops.native import resident
+from penstock.ops.native import direct_file, resident
 from penstock.ops.native.library import best_library
 from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
@@ -286,7 +286,7 @@ def test_a_disk_that_fails_is_told_in_a_sentence_and_may_get_well(
 def test_without_reading_past_the_cache_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weights = deep()
     wanted = {k: c.tokens for k, c in run(real_engine(spec, weights, SMALL), load_of(spec, 4)).items()}
-    monkeypatch.setattr(resident, "_direct", lambda fd: None)
+    monkeypatch.setattr(direct_file, "_direct", lambda fd: None)
     core, _ = streaming(tmp_path, spec, weights, SMALL)
     assert {k: c.tokens for k, c in run(core, load_of(spec, 4)).items()} == wanted
 

@@ -22,11 +22,13 @@ from penstock.backends.native.experts.predictor import LayerRun
 from penstock.backends.native.experts.trained import fit
 from penstock.backends.native.forward import NativeForward
 from penstock.base.errors import ConfigError, EngineError
+from penstock.config import from_kwargs
 from penstock.core.events import EXPERT_COUNTS
 from penstock.core.matrix_format import parse_scheme
 from penstock.engine.core import EngineCore
-from penstock.ops.native.filed import PAGE, FiledStack, WeightFile, page_sum, stack_sums
+from penstock.ops.native.filed import FiledStack, WeightFile, page_sum, stack_sums
 from penstock.ops.native.packed_file import PackedStore
+from penstock.ops.native.packed_format import PAGE
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.harness import Collector, Knobs, disturbed, real_engine, request
 from tests.engine.test_laws_models import CONTROLS, draw_knobs, workload
@@ -86,13 +88,6 @@ def test_C71_C73_C74_tokens_do_not_depend_on_which_experts_are_in_memory(name: s
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)
         found = collector.requests["beam"].beams
         assert [(b[0], b[2]) for b in found] == [(b[0], b[2]) for b in beams], (draw, knobs)
-        print(
-            knobs.expert_bytes // slot_bytes,
-            least,
-            most,
-            knobs.expert_eviction,
-            {k: v for k, v in vars(core.stats).items() if "expert" in k},
-        )
 
 
 class Source:
@@ -209,6 +204,9 @@ def test_a_memory_below_one_layer_is_refused() -> None:
     spec, weights = weights_as("experts", "float32")
     with pytest.raises(ConfigError, match=r"expert_memory_bytes: 4096 holds 0 of 15 experts.*give at least"):
         real_engine(spec, weights, Knobs(ops="native", expert_bytes=4096))
+    for more in ({"weight_memory_bytes": 1 << 20}, {"packed_weights": "streamed"}):
+        with pytest.raises(ConfigError, match=r"expert_memory_bytes: .* whole layers do; give only one of them"):
+            from_kwargs(model="x", expert_memory_bytes=1 << 20, **more)
 
 
 @pytest.mark.parametrize("scheme", ["none", "int4-wo:32"])

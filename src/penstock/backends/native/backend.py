@@ -58,14 +58,11 @@ class NativeBackend:
     def of(cls, config: EngineConfig, num_cores: int) -> NativeBackend:
         row_bits = 8 if config.model.activation_quantization == "int8" else 0
         pool = Pool(_library(), config.execution.threads or num_cores)
-        leave = None
-        if config.execution.expert_memory_bytes is not None:
+        leave, run = None, config.execution
+        if run.expert_memory_bytes is not None:
             from penstock.backends.native.experts.left import LeftExperts  # few want it
 
-            execution = config.execution
-            leave = LeftExperts(
-                config.execution.expert_memory_bytes, execution.expert_eviction, execution.expert_prediction
-            )
+            leave = LeftExperts(run.expert_memory_bytes, run.expert_eviction, run.expert_prediction)
         return cls(pool, row_bits, cascade=config.execution.cascade_attention, leave=leave)
 
     @classmethod

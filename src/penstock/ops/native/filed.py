@@ -11,36 +11,25 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.base.errors import EngineError, ModelError
 from penstock.formats.files import quoted
+from penstock.ops.native.direct_file import DirectFile
+from penstock.ops.native.packed_format import PAGE, U8, UnsoundError
 
-U8 = npt.NDArray[np.uint8]
-PAGE = 4096
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
-class WeightFile:
-    """A file that is read while the engine runs, by many threads. It is closed with the last reference to it.
-
-    Args:
-        fd: of the file, still open for reading; it is not kept.
-        name: for messages.
-    """
+class WeightFile(DirectFile):
+    """What `fd`, still open for reading and not kept, is open on; `name`: for messages."""
 
     def __init__(self, fd: int, name: str) -> None:
+        super().__init__(os.dup(fd))
         self.name = name
-        own = f"/proc/self/fd/{fd}"
-        self._direct = -1
-        with suppress(OSError, AttributeError):  # not every file system reads past its cache
-            self._direct = os.open(own, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        self.fd = os.dup(fd)
         self.remember()
 
     def remember(self) -> None:
@@ -48,37 +37,14 @@ class WeightFile:
         info = os.fstat(self.fd)
         self._known = (info.st_size, info.st_mtime_ns)
 
-    def __del__(self) -> None:
-        for fd in (getattr(self, "fd", -1), getattr(self, "_direct", -1)):
-            if fd >= 0:
-                os.close(fd)
-
     def read(self, offset: int, into: U8) -> None:
-        """`into`, whole pages that begin with a page, becomes what is in the file from `offset`, a multiple of PAGE,
-        on.
-        Raises EngineError."""
-        done = 0
-        while done < len(into):
-            try:
-                done += self._some(into.data[done:], offset + done)
-            except OSError as error:
-                raise EngineError(f"{self.name} cannot be read: {error.strerror or error}") from error
-
-    def _some(self, into: memoryview, offset: int) -> int:
-        if self._direct >= 0:
-            try:
-                found = os.preadv(self._direct, [into], offset)
-            except OSError as error:
-                if error.errno != 22:  # EINVAL: other alignments are wanted
-                    raise
-                self._direct, closed = -1, self._direct
-                os.close(closed)
-                return self._some(into, offset)
-        else:
-            found = os.preadv(self.fd, [into], offset)
-        if not found:
-            raise self.changed("is shorter than it was")
-        return found
+        """As `DirectFile.read`. Raises EngineError."""
+        try:
+            super().read(offset, into)
+        except UnsoundError as error:
+            raise self.changed(str(error)) from error
+        except OSError as error:
+            raise EngineError(f"{self.name} cannot be read: {error.strerror or error}") from error
 
     def changed(self, how: str) -> EngineError:
         """What to say where content is not what was written."""

@@ -11,15 +11,16 @@ import mmap
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from penstock.base.cache import cache_folder
+from penstock.base.errors import ConfigError
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import (
@@ -42,6 +43,7 @@ from penstock.ops.native.private_folder import PrivateFolder
 if TYPE_CHECKING:
     from penstock.ops.native.resident import ResidentWeights
 
+T = TypeVar("T")
 SUFFIX = ".pst"
 MAX_BYTES = 20 << 30
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -80,49 +82,42 @@ class PackedStore:
         shares memory with other processes, and asks that nobody shortens the file while it is in use. `leave`: stacks
         stay in the file (`Packed.filed`), and all else is copied.
         """
-        _check_key(key)
-        with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
-            fd = None if folder is None else folder.open_file(key + SUFFIX)
-            if fd is None:
-                return None
-            try:
-                found = _read(fd, key, copy, str(self.path(key)) if leave else "")
-                _touch(fd)
-                return found
-            except UnsoundError as error:
-                _log.warning("%s is not used: it %s; the weights are packed again", self.path(key), error)
-            except (OSError, MemoryError, ValueError) as error:
-                _log.warning("%s cannot be read: %s", self.path(key), error or type(error).__name__)
-            finally:
-                os.close(fd)
-        return None
+        return self._opened(key, lambda fd: _read(fd, key, copy, str(self.path(key)) if leave else ""))
 
     def open(self, key: str, limit: int | None, prefetch: int) -> ResidentWeights | None:
         """As `load`, for weights that are read while they are used. See `ResidentWeights`.
 
         Raises: ConfigError, for a limit that is too low.
         """
+        from penstock.ops.native.resident import ResidentWeights  # nobody else needs it at the start
+
+        damaged = partial(self.forget, key)
+
+        def made(fd: int) -> ResidentWeights:
+            index, _ = _index(fd, key)
+            return ResidentWeights(os.dup(fd), index, limit, prefetch=prefetch, path=self.path(key), damaged=damaged)
+
+        return self._opened(key, made)
+
+    def _opened(self, key: str, read: Callable[[int], T]) -> T | None:
+        """What `read` makes of a key's open file; None, and a warning, if there is none that can be trusted."""
         _check_key(key)
         with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
             fd = None if folder is None else folder.open_file(key + SUFFIX)
             if fd is None:
                 return None
             try:
-                index, _ = _index(fd, key)
+                found = read(fd)
                 _touch(fd)
-                from penstock.ops.native.resident import ResidentWeights  # nobody else needs it at the start
-
-                own, fd = fd, None  # which it closes
-                return ResidentWeights(
-                    own, index, limit, prefetch=prefetch, path=self.path(key), damaged=partial(self.forget, key)
-                )  # fmt: skip
+                return found
+            except ConfigError:
+                raise
             except UnsoundError as error:
                 _log.warning("%s is not used: it %s; the weights are packed again", self.path(key), error)
-            except (OSError, MemoryError) as error:
+            except (OSError, MemoryError, ValueError) as error:
                 _log.warning("%s cannot be read: %s", self.path(key), error or type(error).__name__)
             finally:
-                if fd is not None:
-                    os.close(fd)
+                os.close(fd)
         return None
 
     def forget(self, key: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import re
 import sys
 import time
@@ -23,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from penstock.base.errors import EngineError
+from penstock.ops.native.direct_file import DirectFile
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import (
     PAGE,
@@ -121,7 +121,7 @@ class ResidentWeights:
         self, fd: int, index: Index, limit: int | None = None, *, prefetch: int = 1, path: object = "the file",
         damaged: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._file = _File(fd)
+        self._file = DirectFile(fd)
         self._mremap = _mremap()
         self._readers = ThreadPoolExecutor(_READERS, "penstock-weights")
         weakref.finalize(self, self._readers.shutdown, wait=False, cancel_futures=True)
@@ -294,44 +294,6 @@ def _up(num_bytes: int, page: int) -> int:
     return -(-num_bytes // page) * page
 
 
-class _File:
-    """Closes itself when nobody reads it any more. `is_direct`: past the system's cache, if that can be done."""
-
-    def __init__(self, fd: int) -> None:
-        direct = _direct(fd)
-        self.fd, self.is_direct = (fd, False) if direct is None else (direct, True)
-        if direct is not None:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-def _direct(fd: int) -> int | None:
-    """The same file for reading past the system's cache; None if that cannot be done."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    try:
-        found = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        with mmap.mmap(-1, PAGE) as page:
-            os.preadv(found, [page], 0)
-    except OSError:  # it can be opened so, and not read
-        os.close(found)
-        return None
-    return found
-
-
-def _read(file: _File, offset: int, part: U8) -> bytes:
-    view, done = part.data, 0
-    while done < len(view):
-        num_read = os.preadv(file.fd, [view[done:]], offset + done)
-        if num_read == 0:
-            raise UnsoundError("has become shorter")
-        done += num_read
-    if not file.is_direct and hasattr(os, "posix_fadvise"):
-        # Else the system would keep all of the file in memory that was to be saved.
-        os.posix_fadvise(file.fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+def _read(file: DirectFile, offset: int, part: U8) -> bytes:
+    file.read(offset, part)
     return page_sums(part)

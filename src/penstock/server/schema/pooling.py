@@ -11,7 +11,18 @@ from penstock.server.schema.embeddings import EmbeddingUsage
 Texts = str | list[str]
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True):
+class PooledRequest(msgspec.Struct, kw_only=True):
+    """What all of them take."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class ScoreRequest(PooledRequest, kw_only=True):
     """`text_1` with each of `text_2`; or as many of one as of the other, pair by pair. `queries` and `documents` are
     other names of the two."""
 
@@ -19,12 +30,6 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    model: str | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
 
 
 class ScoreObject(msgspec.Struct, kw_only=True):
@@ -46,7 +51,7 @@ class RerankDocument(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(msgspec.Struct, kw_only=True):
+class RerankRequest(PooledRequest, kw_only=True):
     """The `top_n` documents that answer the query best, best first. A document is a text, or an object with one.
 
     `max_tokens_per_doc` (Cohere) and `max_chunks_per_doc` (older) are refused: a pair that is too long has to be cut
@@ -55,14 +60,8 @@ class RerankRequest(msgspec.Struct, kw_only=True):
 
     query: str
     documents: list[str | RerankDocument]
-    model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
 
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -78,16 +77,10 @@ class RerankList(msgspec.Struct, kw_only=True):
     results: list[RerankResult]
 
 
-class ClassifyRequest(msgspec.Struct, kw_only=True):
+class ClassifyRequest(PooledRequest, kw_only=True):
     """A text, or a list of texts."""
 
     input: Texts
-    model: str | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
 
 
 class ClassifyObject(msgspec.Struct, kw_only=True):
@@ -108,18 +101,12 @@ class ClassifyList(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-class PoolingRequest(msgspec.Struct, kw_only=True):
+class PoolingRequest(PooledRequest, kw_only=True):
     """`task`: embed, classify or token_embed (the hidden states of all tokens). Left out: what the model is for."""
 
     input: Texts
     task: str | None = None
-    model: str | None = None
     encoding_format: str | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
 
 
 class PoolingObject(msgspec.Struct, kw_only=True):
