@@ -26,9 +26,9 @@ from penstock.config import from_kwargs
 from penstock.core.events import EXPERT_COUNTS
 from penstock.core.matrix_format import parse_scheme
 from penstock.engine.core import EngineCore
+from penstock.ops.native.direct_file import PAGE
 from penstock.ops.native.filed import FiledStack, WeightFile, page_sum, stack_sums
 from penstock.ops.native.packed_file import PackedStore
-from penstock.ops.native.packed_format import PAGE
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.harness import Collector, Knobs, disturbed, real_engine, request
 from tests.engine.test_laws_models import CONTROLS, draw_knobs, workload

@@ -25,10 +25,17 @@ from penstock.core.panels import Panels
 from penstock.ops.native import content_key as keys
 from penstock.ops.native.abi import ABI, PANEL, Act, Format
 from penstock.ops.native.content_key import FileHashes, content_key
+from penstock.ops.native.direct_file import PAGE
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import SUFFIX, PackedStore, huge_pages
-from penstock.ops.native.packed_format import PAGE, VERSION, PageSums, array_sizes, num_panels, sealed
+from penstock.ops.native.packed_format import (
+    VERSION,
+    PageSums,
+    array_sizes,
+    num_panels,
+    sealed,
+)
 
 pytestmark = pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
 

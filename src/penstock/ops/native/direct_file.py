@@ -5,7 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 
-from penstock.ops.native.packed_format import PAGE, U8, UnsoundError
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+PAGE = 4096
+
+
+class UnsoundError(ValueError):
+    """A file that is not what it should be; the text completes "it ..."."""
 
 
 class DirectFile:

@@ -17,8 +17,7 @@ import numpy as np
 
 from penstock.base.errors import EngineError, ModelError
 from penstock.formats.files import quoted
-from penstock.ops.native.direct_file import DirectFile
-from penstock.ops.native.packed_format import PAGE, U8, UnsoundError
+from penstock.ops.native.direct_file import PAGE, U8, DirectFile, UnsoundError
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

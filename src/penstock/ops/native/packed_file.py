@@ -21,17 +21,15 @@ import numpy as np
 
 from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
+from penstock.ops.native.direct_file import PAGE, U8, UnsoundError
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import (
-    PAGE,
-    U8,
     Checked,
     Growing,
     Index,
     PageSums,
     Span,
-    UnsoundError,
     check_digest,
     decoded,
     index_room,

@@ -27,12 +27,11 @@ import numpy.typing as npt
 
 from penstock.core.panels import Panels
 from penstock.ops.native.abi import ABI, PANEL, Act, Code, Format, Scale, Zero
+from penstock.ops.native.direct_file import PAGE, U8, UnsoundError
 from penstock.ops.native.matrix import Packed, described
 
-U8 = npt.NDArray[np.uint8]
 MAGIC = b"PSTPACK\n"
 VERSION = 4
-PAGE = 4096
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIQ32s")
 _COUNTED = _HEAD.size - 32
@@ -46,10 +45,6 @@ _MOST_OFFSET = 255
 _MOST_FLOAT = float(np.finfo(np.float32).max)
 Span = tuple[int, int]
 """Offset in the file and number of bytes."""
-
-
-class UnsoundError(ValueError):
-    """A file that is not what it should be; the text completes "it ..."."""
 
 
 class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,15 +22,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from penstock.base.errors import EngineError
-from penstock.ops.native.direct_file import DirectFile
+from penstock.ops.native.direct_file import PAGE, U8, DirectFile, UnsoundError
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import (
-    PAGE,
-    U8,
     Index,
     PackedEntry,
     PageSums,
-    UnsoundError,
     check_digest,
     check_order,
     matrix_of,
