@@ -116,3 +116,31 @@ def test_engines_without_modules_say_how_to_get_them() -> None:
         LLM(bundled(), **ENGINE, speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
     with pytest.raises(ConfigError, match="modules turns keys when they are read"):
         LLM(bundled(), **ENGINE, kv_rotation="hadamard")
+
+
+def test_prompts_are_cut_into_modules_where_that_is_asked_for(server: LiveServer) -> None:
+    named = LLM(bundled(), **ENGINE)
+    cut = LLM(bundled(), **ENGINE, module_chunk_tokens=2 * BLOCK, module_recompute=0.5)
+    ids = [3 + n * n % 97 for n in range(6 * BLOCK + 5)]
+    parts = [{"token_ids": ids[at : at + 2 * BLOCK]} for at in range(0, 6 * BLOCK, 2 * BLOCK)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+    modules = {"modules": parts, "recompute": 0.5}
+    (want,) = named.generate({"prompt_token_ids": ids[6 * BLOCK :], "prompt_cache": modules}, greedy)
+    (got,) = cut.generate({"prompt_token_ids": ids}, greedy)
+    (plain,) = named.generate({"prompt_token_ids": ids}, greedy)
+    assert got.outputs[0].logprobs == want.outputs[0].logprobs
+    assert got.outputs[0].logprobs != plain.outputs[0].logprobs
+    with LiveServer(
+        serve_from_kwargs(model=bundled(), port=0, **ENGINE, module_chunk_tokens=2 * BLOCK, module_recompute=0.5)
+    ) as live:
+        first = ask(live, "completions", prompt=ids, max_tokens=8)
+        again = ask(live, "completions", prompt=ids[2 * BLOCK :], max_tokens=8)
+    assert first.json()["choices"][0]["text"] == want.outputs[0].text
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="modules are whole blocks of block_size 16"):
+        LLM(bundled(), **ENGINE, module_chunk_tokens=20)
+    with pytest.raises(ConfigError, match="module_chunk_tokens is for kv_allocator modules"):
+        LLM(bundled(), ops="ref", max_model_len=512, module_chunk_tokens=32)

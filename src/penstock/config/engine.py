@@ -113,6 +113,19 @@ class CacheConfig(Section):
         "swap_space if it is short. Baselines: contiguous, contiguous-pow2, contiguous-oracle: runs; virtual: "
         "addresses; vtensor: chunks.",
     )
+    module_chunk_tokens: int = setting(
+        0,
+        "With kv_allocator modules: prompts without prompt_cache are cut into modules of so many tokens (whole "
+        "blocks), each computed by itself. 0: they are not.",
+        minimum=0,
+    )
+    module_recompute: float = setting(
+        0.0,
+        "Of the tokens of modules that module_chunk_tokens made, behind the first: the share that is computed again in "
+        "the whole context.",
+        minimum=0.0,
+        maximum=1.0,
+    )
     kv_layer_tpot: float | None = setting(
         None,
         "With kv_allocator layerkv: the most seconds of a step that decodes: whose layers would make it longer "

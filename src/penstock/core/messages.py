@@ -46,6 +46,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that hints may pin."""
     module_tokens: int = 0
     """Modules of prompts are filled up to multiples of so many tokens (`kv.modules`); 0: there are none."""
+    module_chunk: int = 0
+    module_recompute: float = 0.0
+    """These two: see `text.limits.Limits`."""
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
 

@@ -141,7 +141,10 @@ def start(
         store=store,
         events=events,
     )
-    limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
+    limits = replace(
+        limits_of(checkpoint.spec, checkpoint.generation_config, plan),
+        module_chunk=config.cache.module_chunk_tokens, module_recompute=config.cache.module_recompute,
+    )  # fmt: skip
     unread = unread_decision(checkpoint.spec)
     for decision in unread:
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
@@ -233,6 +236,8 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         caches_prefixes=config.cache.enable_prefix_caching and config.cache.prefix_cache != "none",
         pin_blocks=core.kv.hints.most_pinned,
         module_tokens=config.cache.block_size if config.cache.kv_allocator == "modules" else 0,
+        module_chunk=limits.module_chunk,
+        module_recompute=limits.module_recompute,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )
 

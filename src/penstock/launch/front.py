@@ -90,6 +90,8 @@ def limits_from(
         generates=info.generates,
         pooler=info.pooler,
         num_words=info.num_words,
+        module_chunk=info.module_chunk,
+        module_recompute=info.module_recompute,
         max_n=max_n,
         max_logprobs=max_logprobs,
         max_logprob_entries=max_logprob_entries,

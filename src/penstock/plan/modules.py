@@ -11,8 +11,15 @@ from penstock.core.model_spec import ModelSpec
 
 def check_modules(config: EngineConfig, spec: ModelSpec, groups: tuple[CacheGroup, ...]) -> None:
     """Raises ConfigError, with what to change, where the pages of a text depend on its place."""
-    if config.cache.kv_allocator != "modules":
+    cache = config.cache
+    if cache.kv_allocator != "modules":
+        if cache.module_chunk_tokens:
+            raise ConfigError("module_chunk_tokens is for kv_allocator modules; add it, or leave this away",
+                              field="module_chunk_tokens")  # fmt: skip
         return
+    if cache.module_chunk_tokens % cache.block_size:
+        raise ConfigError(f"module_chunk_tokens is {cache.module_chunk_tokens}; modules are whole blocks of "
+                          f"block_size {cache.block_size} tokens", field="module_chunk_tokens")  # fmt: skip
     problem = ""
     if config.speculation is not None:
         problem = "does not go together with speculative_config; use one of them"

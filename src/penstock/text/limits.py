@@ -21,6 +21,8 @@ class Limits:
         pooler: what the model's files say of its vectors.
         num_words: ids of tokens of the first kind, where a model has kinds of tokens (`ModelSpec.token_types`); token i
             of kind t has the id t * num_words + i, and `vocab_size` counts them all. 0: there is one kind.
+        module_chunk, module_recompute: prompts that name no modules are cut into such of so many tokens, whose share of
+            tokens is computed again (`Request.recompute`); 0: they are not.
         max_logprobs: largest `logprobs` and `prompt_logprobs`; -1 is no limit and allows -1 (all) in requests.
         max_prompt_logprob_entries: prompt tokens times entries of each.
         max_logprob_entries: samples times tokens times entries of each; None: as many as are asked for.
@@ -33,6 +35,8 @@ class Limits:
     generates: bool = True
     pooler: PoolingSpec | None = None
     num_words: int = 0
+    module_chunk: int = 0
+    module_recompute: float = 0.0
     max_n: int = 16384
     max_logprobs: int = 20
     max_prompt_logprob_entries: int = 2_000_000

@@ -227,6 +227,11 @@ def build_request(
         raise InputError(NO_TEXT, param="model")
     validate_sampling(params, limits=limits)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
+    if not modules and limits.module_chunk:
+        modules, recompute = (
+            range(limits.module_chunk, len(prompt_token_ids), limits.module_chunk),
+            limits.module_recompute,
+        )
     if modules and modules[-1] >= len(prompt_token_ids):
         raise InputError(f"{param} is empty behind the last module of prompt_cache; it must have at least 1 token",
                          param=param)  # fmt: skip

@@ -58,6 +58,9 @@ LABELS: dict[str, Label] = {
     "prefix_cache": _SYSTEM,
     "eviction": _SYSTEM,
     "kv_allocator": _SYSTEM,
+    "module_chunk_tokens": Label(
+        "P", False, "parts of a prompt that do not see each other: P, for accuracy (2405.16444)"
+    ),
     "kv_layer_tpot": _SYSTEM,
     "block_size": _SYSTEM,
     "swap_space": _SYSTEM,
