@@ -139,7 +139,7 @@ def test_logprobs(http: httpx.Client) -> None:
         ("/api/generate", {"context": [1, 2]}, 400, "/api/chat"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, 400, "template"),
         ("/api/generate", {"images": ["aGk="]}, 400, "images"),
-        ("/api/create", {}, 400, "one model"),
+        ("/api/create", {}, 400, "no library of models"),
         ("/api/nothing", {}, 404, "nothing at"),
     ],
 )

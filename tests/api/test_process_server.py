@@ -19,7 +19,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import serve_from_kwargs
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.thread_link import ThreadLink
-from penstock.server.build import make_link
+from penstock.server.assembly import make_link
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
 

@@ -74,7 +74,7 @@ def test_a_server_is_found_used_and_stopped_by_name(place: Path) -> None:
         assert told.pop("memory_bytes") > 1e7
         assert told == {
             "model": "mine:1", "names": ["mine:1"], "where": f"127.0.0.1:{port}", "port": int(port),
-            "pid": server.process.pid, "since_s": entry.since_s, "num_requests": 0,
+            "pid": server.process.pid, "since_s": entry.since_s, "num_requests": 0, "models": {},
         }  # fmt: skip
         (listed,) = json.loads(penstock("list", "--json").stdout)["models"]
         assert listed["state"] == "in_use"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,28 @@ def test_what_growth_leaves_to_others() -> None:
     assert left_bytes(100 * GIB) == left_bytes(24 * GIB) == 512 << 20
     assert left_bytes(2 * GIB) == 2 * GIB // 20
     assert left_bytes(GIB // 2) == LAST_BYTES
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_order_to_sleep_gives_all_back_at_once_and_changes_no_token(tmp_path: Path, name: str, depth: int) -> None:
+    knobs, memory = Knobs(num_blocks=400, prefix_cache="radix", depth=depth), Memory(GIB)
+    core = engine(name, knobs, memory)
+    first = run(core, prompts(8))
+    core.add(Control(kind="sleep"))
+    core.step()
+    rest(core)
+    assert core.has_work, "at once"
+    core.step()
+    assert sum(memory.taken.values()) == core.kv.backing.num_bytes == 0
+    core.kv.check_invariants([])
+    rest(core)
+    assert not core.has_work, "once"
+    again = prompts(8)
+    assert list(run(core, again).values()) == list(first.values())
+    assert core.recorder is not None
+    core.recorder.save(tmp_path / "run.log")
+    spec, _ = tiny(name)
+    told: dict[str, list[int]] = {item.request_id: [] for item in again}
+    collect(told, replay(load(tmp_path / "run.log"), partial(plain_core, spec, knobs), depth=depth))
+    assert list(told.values()) == [tokens + tokens for tokens in first.values()]

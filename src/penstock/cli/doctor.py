@@ -64,6 +64,8 @@ def doctor(args: argparse.Namespace) -> int:
     else:
         _model(_config(args.model, args), console, read)
     console.print(f"\n{_names()}", markup=False)
+    for line in _several():
+        console.print(line, markup=False)
     stores, are_good = lines_of(_config(args.model or "nano", args))
     for line in stores:
         console.print(line, markup=False)
@@ -121,6 +123,16 @@ def _names() -> str:
         f"Models by name: {len(records)}, named in {store.folder}; pulled ones take {size_text(held)} in {cache}, and "
         f"may take the {free} that are free there (penstock pull --max-disk SIZE bounds a pull)"
     )
+
+
+def _several() -> list[str]:
+    """A line for each server of several models that runs."""
+    from penstock.launch.running import running
+
+    return [
+        f"Several models at {entry.where}: " + ", ".join(f"{name} {state}" for name, state in entry.models.items())
+        for entry in running() if entry.models
+    ]  # fmt: skip
 
 
 def _missing(library: object) -> list[str]:
@@ -210,6 +222,10 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     )
     rows = ((d.name, str(d.value), d.why) for d in (*plan.decisions, kept))
     console.print(table(("decision", "value", "why"), rows, title=title, left=3, box=True))
+    console.print(
+        f"Beside other models (penstock serve --model NAME={path}) it takes {gib(plan.weight_bytes)} of weights and "
+        f"{gib(plan.kv_bytes)} for KV while it is in memory.", highlight=False, markup=False,
+    )  # fmt: skip
     total, least = expert_sizes(spec, plan.held)
     if total:
         console.print(

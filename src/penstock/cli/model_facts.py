@@ -87,6 +87,7 @@ def served(entry: RunningServer) -> Facts:
     return {
         "model": entry.model, "names": entry.names, "where": entry.where, "port": entry.port, "pid": entry.pid,
         "memory_bytes": memory_bytes(entry.pid), "since_s": entry.since_s, "num_requests": entry.num_live,
+        "models": entry.models,
     }  # fmt: skip
 
 

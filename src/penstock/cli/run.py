@@ -109,15 +109,20 @@ def explain(args: argparse.Namespace, *, server: bool = False) -> int:
     No weight is read or fetched, and nothing listens.
     """
     from penstock.config import SERVING, SETTINGS, engine_config, given_by
-    from penstock.launch.build import plan_of
+    from penstock.config.load import models_by, with_models
+    from penstock.launch.build import foreseen, plan_of
+    from penstock.plan.memory import gib
 
     settings = SERVING if server else SETTINGS
-    given = given_by(with_default_model(args), settings)
+    given, models = with_models(given_by(with_default_model(args), settings), models_by(args) if server else {})
     config = engine_config(given)
     for name, item in given.items():
         print(f"{name} = {settings[name].shown(item.value)}: given by {item.origin}")
     for d in plan_of(config).decisions:
         print(f"{d.name} = {d.value}: {d.why}")
+    for name, own in models.items():
+        memory = foreseen(engine_config(own))[1].memory_bytes
+        print(f"model {name}: {gib(memory['weights'])} of weights, {gib(memory['kv_limit'])} for KV; starts on demand")
     return 0
 
 

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.config import EngineConfig
+    from penstock.config import EngineConfig, ServeConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     from contextlib import closing
-    from dataclasses import replace
 
     from penstock.base.cache import cache_folder
     from penstock.cli.run import explain, with_default_model
@@ -40,13 +39,13 @@ def serve(args: argparse.Namespace) -> int:
         load_plugins(config.engine.execution.plugin)  # what is wrong with it is said before a model is brought
     if config.engine.execution.log_file is None:
         # A terminal is for people: stacks of processes are for whoever looks for them.
-        execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))
-        config = replace(config, engine=replace(config.engine, execution=execution))
+        config = _logging_to(config, str(cache_folder("log") / "engine.log"))
     # Before anything is started, or even imported: a port that is taken should be known at once.
     from penstock.server.transport.listen import bind
 
     with closing(bind(config.server)) as sockets:
-        bring(config.engine)
+        for engine in (config.engine, *(model.config.engine for model in config.models)):
+            bring(engine)
         from penstock.engine.spawn import spawn
 
         # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
@@ -54,6 +53,15 @@ def serve(args: argparse.Namespace) -> int:
         from penstock.server.main import serve as run
 
         return run(config, sockets, spare)
+
+
+def _logging_to(config: ServeConfig, log_file: str) -> ServeConfig:
+    from dataclasses import replace
+
+    engine = config.engine
+    models = tuple(replace(model, config=_logging_to(model.config, log_file)) for model in config.models)
+    engine = replace(engine, execution=replace(engine.execution, log_file=engine.execution.log_file or log_file))
+    return replace(config, engine=engine, models=models)
 
 
 def tell_of_other_engines() -> None:

@@ -47,6 +47,7 @@ def _ps(args: argparse.Namespace) -> int:
         busy = _requests(one["num_requests"]) if one["num_requests"] else "idle"
         name, memory = escape(one["names"][0]), size_text(one["memory_bytes"])
         rows.append([name, one["where"], str(one["pid"]), memory, age_text(one["since_s"]), busy])
+        rows += [[f"  {escape(model)}", "", "", "", "", state] for model, state in one["models"].items()]
     if rows:
         console.print(table(["MODEL", "WHERE", "PID", "MEMORY", "SINCE", "BUSY"], rows, left=2))
     else:

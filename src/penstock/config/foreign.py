@@ -152,11 +152,12 @@ _add("images and sound aren't in this version; leave it away", "mmproj mmproj_ur
      "mm_processor_kwargs allowed_media_domains allowed_local_media_path")  # fmt: skip
 _add("moving KV between machines isn't in this version", "kv_transfer_config")
 _add("prefill and decode run in one engine in this version", "disaggregation_mode", "null")
-_add("sleeping isn't in this version", "enable_sleep_mode", False, switch=True)
-_add("a model stays loaded until its server ends", "keepalive sleep_idle_seconds", -1)
+_add("/sleep and /wake_up are there for whoever has the admin key; leave it away", "enable_sleep_mode", False,
+     switch=True)  # fmt: skip
+_add("how long a model stays is keep_alive: seconds, 5m, or -1 for ever", "keepalive sleep_idle_seconds", -1)
 _add("an engine without a server isn't in this version", "headless", False, switch=True)
-_add("several models in one server aren't in this version; start one server for each", "models_dir models_preset "
-     "models_max", 1)  # fmt: skip
+_add("name further models with --model NAME=PATH or in tables [models.NAME]; models_memory bounds what they take",
+     "models_dir models_preset models_max", 1)  # fmt: skip
 _add("best_of is gone; ask for n samples and keep the one with the highest cumulative_logprob", "best_of")
 _add("attention computes in float32; leave it away", "override_attention_dtype")
 _add("the checkpoint's configuration is taken as it is; rope_scaling, rope_theta and max_model_len may be changed",

@@ -15,8 +15,9 @@ from penstock.base.errors import ConfigError
 from penstock.config.engine import SECTIONS, SETTINGS, EngineConfig
 from penstock.config.environment import CONVERT, from_environment, literal
 from penstock.config.foreign import ALIASES, FOREIGN, VALUES
-from penstock.config.server import ServeConfig, ServerConfig
+from penstock.config.server import FurtherModel, ServeConfig, ServerConfig
 from penstock.config.setting import PREFIX, Setting, settings_of
+from penstock.config.several import NOT_SHARED, OF_A_MODEL, add_named, named
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _ATTENTION_ALIASES = {"flex_attention": "flex", "flashinfer": "flashinfer"}
@@ -24,6 +25,7 @@ _ATTENTION_ALIASES = {"flex_attention": "flex", "flashinfer": "flashinfer"}
 _POSITIONAL = "model_positional"
 _FOREIGN = "foreign:"
 """Before other engines' names in a namespace: commands have arguments of their own that are called so."""
+_MODELS = "named_models"
 _SHORT = {"speculative_config": ("-sc",)}
 """vLLM's short flags."""
 _SEVERAL = ("lora_modules",)
@@ -70,14 +72,64 @@ def from_args(args: argparse.Namespace, environment: Mapping[str, str] | None = 
 
 def serve_from_args(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServeConfig:
     """The same for a server: the engine's settings and those of [server]. Raises ConfigError."""
-    return _serve_config(given_by(args, SERVING, environment))
+    return _serve_config(*with_models(given_by(args, SERVING, environment), models_by(args)))
 
 
 def serve_from_kwargs(**kwargs: Any) -> ServeConfig:
-    """A ServeConfig from flat names; `config` names a TOML file that they beat. Raises ConfigError."""
-    path = kwargs.pop("config", None)
+    """A ServeConfig from flat names; `config` names a TOML file that they beat, `models` further models by name: paths
+    or dictionaries of settings. Raises ConfigError."""
+    path, models = kwargs.pop("config", None), kwargs.pop("models", {})
+    tables = {} if path is None else _models_of(path)
+    for name, one in models.items():
+        table = one if isinstance(one, dict) else {"model": one}
+        add_named(tables, name, _model_table("models", name, table), "models")
     given = _checked(kwargs, lambda name: name, SERVING)
-    return _serve_config(given if path is None else read_toml(path, SERVING) | given)
+    return _serve_config(*with_models(given if path is None else read_toml(path, SERVING) | given, tables))
+
+
+def models_by(args: argparse.Namespace) -> dict[str, Mapping[str, Given]]:
+    """The models that `--model NAME=PATH` and the tables [models.NAME] of the file name. Raises ConfigError."""
+    path = vars(args).get("config")
+    tables = {} if path is None else _models_of(path)
+    for name, where in vars(args).get(_MODELS, ()):
+        add_named(tables, name, {"model": Given(where, f"--model {name}=")}, "--model")
+    return tables
+
+
+def _models_of(path: str | Path) -> dict[str, Mapping[str, Given]]:
+    """Of a TOML file's tables [models.NAME]. Raises ConfigError."""
+    tables: dict[str, Mapping[str, Given]] = {}
+    for name, table in _tables(path).get("models", {}).items():
+        add_named(tables, name, _model_table(str(path), name, table), f"{path}: [models]")
+    return tables
+
+
+def _model_table(path: str, name: str, table: Any) -> dict[str, Given]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [models.{name}]: must be a table", field="models")
+    for given in table:
+        if given in SERVER_SETTINGS and given not in OF_A_MODEL:
+            raise ConfigError(f"{path}: [models.{name}] {given}: belongs into the table [server]", field=given)
+    if isinstance(table.get("keep_alive"), int):
+        table = table | {"keep_alive": str(table["keep_alive"])}
+    values = _checked(table, lambda one: f"{path}: [models.{name}] {one}", SERVING)
+    if "model" not in values:
+        raise ConfigError(f"{path}: [models.{name}]: has no model; name its folder or file", field="model")
+    return values
+
+
+def with_models(
+    given: dict[str, Given], tables: Mapping[str, Mapping[str, Given]]
+) -> tuple[dict[str, Given], dict[str, Mapping[str, Given]]]:
+    """The first model's settings, and the whole of each other one's. If no first one is named, it is that of the first
+    table."""
+    rest = dict(tables)
+    if "model" not in given and rest:
+        name, table = next(iter(rest.items()))
+        del rest[name]
+        given = {"served_model_name": Given(name, table["model"].origin)} | dict(table) | given
+    shared = {name: value for name, value in given.items() if name not in NOT_SHARED}
+    return given, {name: shared | dict(table) for name, table in rest.items()}
 
 
 def given_by(
@@ -101,6 +153,8 @@ def given_by(
 
 def names_a_model(args: argparse.Namespace) -> bool:
     """Whether a flag or the environment does, or there is a file, which may."""
+    if vars(args).get(_MODELS):
+        return True
     names = ("model", *(name for name, alias in ALIASES.items() if alias.ours == "model"))
     flags = {"model", _POSITIONAL, "config", *(_FOREIGN + name for name in names)}
     return not flags.isdisjoint(vars(args)) or any(os.environ.get(PREFIX + name.upper()) for name in names)
@@ -119,19 +173,23 @@ def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> d
 
     Raises ConfigError if the file cannot be read, is not TOML, or holds an unknown table, name or value.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
     values: dict[str, Given] = {}
-    for title, table in tables.items():
+    for title, table in _tables(path).items():
+        if title == "models" and isinstance(table, dict):
+            continue  # `models_by` reads them
         if title == "server" and isinstance(table, dict) and settings is SETTINGS:
             continue  # one file may serve `penstock serve` and `penstock run`
         values |= _checked_table(str(path), title, table, settings)
     return values
+
+
+def _tables(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 
 def _checked_table(path: str, title: str, table: Any, settings: Mapping[str, Setting]) -> dict[str, Given]:
@@ -209,9 +267,10 @@ def _closest(name: str, known: Mapping[str, Any]) -> str:
     return f"did you mean {match[0]}?" if match else ""
 
 
-def _serve_config(given: dict[str, Given]) -> ServeConfig:
+def _serve_config(given: Mapping[str, Given], models: Mapping[str, Mapping[str, Given]]) -> ServeConfig:
     server = ServerConfig(**{name: item.value for name, item in given.items() if name in SERVER_SETTINGS})
-    return ServeConfig(engine=engine_config(given), server=server)
+    others = [FurtherModel(name=name, config=_serve_config(one, {})) for name, one in models.items()]
+    return ServeConfig(engine=engine_config(given), server=server, models=tuple(others))
 
 
 def engine_config(given: Mapping[str, Given]) -> EngineConfig:
@@ -243,7 +302,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
         group = parser.add_argument_group(title, section.__doc__)
         for item in (s for s in SETTINGS.values() if s.section == title):
             if item.flag not in parser._option_string_actions:
-                _add_flag(group, item)
+                _add_flag(group, item, several=server)
     if server:
         group = parser.add_argument_group("server", ServerConfig.__doc__)
         for item in SERVER_SETTINGS.values():
@@ -255,6 +314,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
             _add_hidden(parser, name, alias.flags, None if kind is bool else CONVERT[kind])
     for name, foreign in FOREIGN.items():
         _add_hidden(parser, name, foreign.flags, None if foreign.switch else literal, nargs="?")
+
+
+class _ModelOrNamed(argparse.Action):
+    """`--model PATH` as ever; `--model NAME=PATH` adds another model, as often as it is given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if (found := named(values)) is None:
+            namespace.model = values
+        else:
+            setattr(namespace, _MODELS, [*getattr(namespace, _MODELS, ()), found])
 
 
 class _Joined(argparse.Action):
@@ -281,8 +350,12 @@ def _add_hidden(
         parser.add_argument(*flags, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
 
 
-def _add_flag(group: argparse._ArgumentGroup, item: Setting) -> None:
+def _add_flag(group: argparse._ArgumentGroup, item: Setting, *, several: bool = False) -> None:
     text = item.help.replace("%", "%%")
+    if several and item.name == "model":
+        text += " NAME=PATH, as often as you like: another model behind the same server."
+        group.add_argument(item.flag, dest="model", action=_ModelOrNamed, default=argparse.SUPPRESS, help=text)
+        return
     if item.default is not None and item.default != "auto":
         text += f" (default: {item.default})".replace("%", "%%")
     text += f" [{item.variable}]"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.base.errors import ConfigError
 from penstock.config.engine import EngineConfig
 from penstock.config.setting import Section, setting
+from penstock.config.several import seconds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,17 @@ class ServerConfig(Section):
     )
     lora_root: str | None = setting(
         None, "Folder below which adapters may be loaded while the server runs (/v1/load_lora_adapter); none: nowhere."
+    )
+    keep_alive: str | None = setting(
+        None,
+        "How long a model stays in memory after its last request: seconds, 90s, 5m, 1h30m; -1: for ever. By default "
+        "for ever, and 5m where the server has several models (--model NAME=PATH).",
+    )
+    models_memory: float | None = setting(
+        None,
+        "GiB that several models may take together, weights and KV (by default, what is free at the start). Who has "
+        "been idle longest leaves for another.",
+        above=0.0,
     )
     any_model_name: bool = setting(
         False,
@@ -139,6 +152,14 @@ class ServerConfig(Section):
         None, "For tests: make a part fail, site:kind:nth (commas between several). Never settable by requests."
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_alive is not None:
+            try:
+                seconds_of(self.keep_alive)
+            except ValueError as error:
+                raise ConfigError(f"keep_alive: {error}", field="keep_alive") from None
+
     def names(self, field_name: str) -> list[str]:
         """A setting with commas as a list."""
         value = getattr(self, field_name)
@@ -147,7 +168,16 @@ class ServerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """An engine and the server in front of it."""
+    """An engine and the server in front of it; `models`: further ones that are served by the same server."""
 
     engine: EngineConfig
     server: ServerConfig = field(default_factory=ServerConfig)
+    models: tuple[FurtherModel, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherModel:
+    """A model beside the first one. Of `config.server` only what `config.several.OF_A_MODEL` names is its own."""
+
+    name: str
+    config: ServeConfig

@@ -183,11 +183,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
-    Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
-    (mark a sequence as lossy from here on), `reset_prefix_cache`, `evict_prefix_cache` (what nobody uses, and nobody
-    has for `age_s` seconds; with `label`, of this tenant alone), `resume` (the call that a request is in has ended and
-    brings `token_ids`), `pause` (a conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s`
-    seconds: `sched.pauses` decides what becomes of its blocks).
+    Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint` (mark a
+    sequence as lossy from here on), `reset_prefix_cache`, `sleep` (the same, and memory that nobody uses then is
+    given back at once), `evict_prefix_cache` (what nobody uses, and nobody has for `age_s` seconds; with `label`, of
+    this tenant alone), `resume` (the call that a request is in has ended and brings `token_ids`), `pause` (a
+    conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s` seconds: `sched.pauses` decides
+    what becomes of its blocks).
     """
 
     kind: str

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.commit import Commit
 
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause")
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep")
 
 
 class Entry:
@@ -119,6 +119,10 @@ class Entry:
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":
             self._kv.reset_prefix_cache()
+            return
+        if control.kind == "sleep":
+            self._kv.reset_prefix_cache()
+            self._kv.backing.gives_all = True
             return
         if control.kind == "evict_prefix_cache":
             self._kv.hints.evict(control.label, control.age_s)

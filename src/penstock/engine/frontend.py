@@ -72,13 +72,15 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.snapshot = EngineSnapshot()
         self.state = "starting"
-        """starting, ready, restarting, failed or stopped."""
+        """starting, ready, restarting, failed, stopped or asleep: there is none, until a request wants one."""
         self.reason = ""
         """Why it is not ready."""
         self.loading = (0, 0)
         self.on_finish: list[FinishListener] = [] if on_finish is None else [on_finish]
         self.on_message: list[MessageListener] = []
         """Called with every message of the engine and what it brought: live metrics hang there."""
+        self.on_wanted: Callable[[], None] | None = None
+        """Called with every request that comes while the engine is asleep."""
         self.num_restarts = 0
         self.last_outputs_s = 0.0
         self._processor = OutputProcessor(tokenizer, clock)
@@ -99,6 +101,40 @@ class EngineClient:
         assert self.info is not None
         return self.info
 
+    def begin_asleep(self, info: EngineInfo) -> None:
+        """Instead of `start`: there is no engine yet; `info` is what it will say."""
+        self.info, self.state = info, "asleep"
+
+    def doze(self) -> None:
+        """The engine, which has nothing to do, gives its KV back. What comes from now on waits for `resume`."""
+        self.control(Control(kind="sleep"))
+        self.state, self.reason = "asleep", "it goes on with the next request"
+
+    def resume(self) -> None:
+        """The engine may work again. One that has died meanwhile is started by its link, and needs no word."""
+        if self.state == "asleep":
+            self.state = "starting"
+            self._all_clear()
+
+    async def sleep(self) -> None:
+        """End the engine while nothing lives. What comes from now on waits for `wake`."""
+        self.state, self.reason = "asleep", "it starts with the next request"
+        await self.link.close()
+        self.snapshot = EngineSnapshot()
+
+    async def wake(self) -> None:
+        """Start an engine again. Raises what keeps it from starting; then it is asleep as before."""
+        self.state, self.reason = "starting", "the model is being loaded"
+        try:
+            await self.link.start(self)
+        except BaseException:
+            self.state = "asleep"
+            raise
+
+    def give_up(self, message: str) -> None:
+        """End whatever lives with an error: the engine cannot be started for it."""
+        self._end_all(message, gone=True)
+
     async def stop(self) -> None:
         """End the engine; whatever still runs ends with an error."""
         self.state, self.reason = "stopped", "the server is shutting down"
@@ -107,6 +143,8 @@ class EngineClient:
 
     def ready(self) -> tuple[bool, str]:
         """Whether new requests are being worked on now, and if not, why."""
+        if self.state == "asleep":
+            return True, ""
         if self.state != "ready":
             waiting = self._replay.suspects.num_waiting
             return False, (self.reason or f"the engine is {self.state}") + (f" ({waiting} to go)" if waiting else "")
@@ -204,6 +242,8 @@ class EngineClient:
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
         if self.state == "ready":
             self.link.send([request])
+        elif self.state == "asleep" and self.on_wanted is not None:
+            self.on_wanted()
         return stream  # otherwise it is sent with `on_up`
 
     def abort(self, request_id: str, reason: str = "abort") -> None:

@@ -72,6 +72,8 @@ class Grower:
 
     def rest(self, backing: Backing, now_s: float) -> list[PoolGrowth]:
         """There is nothing to do; called again and again. Once that has lasted, what is worth it is given back."""
+        if backing.gives_all:
+            return [backing.rested()]
         if self._rested or now_s < self._busy_s + REST_S:
             return []
         self._rested = True

@@ -102,6 +102,7 @@ class ProcessLink:
             self._spare.drop()
             self._spare = None
         await self._bury()
+        self._epoch += 1  # it may be started again, and that is another engine
 
     # -- one child -----------------------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ class Backing:
         """Slabs of each group that have memory behind them: all below this number."""
         self.is_short = False
         """The last answer was that there is too little."""
+        self.gives_all = False
+        """An operator wants what nobody uses given back, at once and whole."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,11 +72,11 @@ class Backing:
         return sum((n - r) * size for n, r, size in zip(self.num_slabs, rest.num_slabs, self.slab_bytes, strict=True))
 
     def rested(self) -> PoolGrowth:
-        """Nothing behind what is in use, and cached prefixes are, but what is wanted ahead of it."""
+        """Nothing behind what is in use, and cached prefixes are, but what is wanted ahead of it, if anything is."""
         keep = []
         for pool, have, ahead in zip(self._pools, self.num_slabs, self._ahead, strict=True):
             last = max((slab for slab, count in enumerate(pool.refs) if count), default=-1)
-            keep.append(min(max(have, last + 1), last + 1 + ahead))
+            keep.append(min(max(have, last + 1), last + 1 + (0 if self.gives_all else ahead)))
         return PoolGrowth(num_slabs=keep, is_short=self.is_short, at_rest=True)
 
     def apply(self, growth: PoolGrowth) -> None:
@@ -82,6 +84,7 @@ class Backing:
         self.num_slabs, self.is_short = list(growth.num_slabs), growth.is_short
         for pool, n in zip(self._pools, self.num_slabs, strict=True):
             if growth.at_rest:
+                self.gives_all = False
                 pool.freshen()
             assert touched(pool) <= n <= pool.num_slabs, f"memory for {n} slabs: {touched(pool)} were handed out"
             pool.num_kept_back = pool.num_slabs - n if self.is_short else 0

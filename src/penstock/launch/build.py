@@ -141,10 +141,7 @@ def start(
         store=store,
         events=events,
     )
-    limits = replace(
-        limits_of(checkpoint.spec, checkpoint.generation_config, plan),
-        module_chunk=config.cache.module_chunk_tokens, module_recompute=config.cache.module_recompute,
-    )  # fmt: skip
+    limits = _limits(config, checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
@@ -184,6 +181,11 @@ def start(
 
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
+    return foreseen(config, machine)[0]
+
+
+def foreseen(config: EngineConfig, machine: Machine | None = None) -> tuple[Plan, EngineInfo, int]:
+    """The same, what the engine would say of itself, and the bytes that are free where it would run."""
     check_names(config)
     own, stored, generation, heads = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
@@ -196,7 +198,15 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     decided = (*backend_decisions(config, spec, plan), *events_decision(config))
     said = (_sampling(generation, limits_of(spec, generation, plan), config)[1],) if spec.has_head else ()
     decided = (*chosen, *encodes, *speculates, *changed, *plan.decisions, *decided, *said)
-    return msgspec.structs.replace(plan, decisions=decided)
+    plan = msgspec.structs.replace(plan, decisions=decided)
+    limits = _limits(config, spec, generation, plan)
+    info = _info(config, plan, spec, limits, sum(plan.num_slabs), plan.max_num_seqs)
+    return plan, info, machine.available_bytes
+
+
+def _limits(config: EngineConfig, spec: ModelSpec, generation: Mapping[str, Any], plan: Plan) -> Limits:
+    limits, cache = limits_of(spec, generation, plan), config.cache
+    return replace(limits, module_chunk=cache.module_chunk_tokens, module_recompute=cache.module_recompute)
 
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:
@@ -211,34 +221,40 @@ def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfi
 
 def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:
     """What a front end needs to know of a running engine."""
-    limits, core = engine.limits, engine.core
+    core = engine.core
+    num_blocks = sum(group.total for group in core.kv.stats().groups)
+    info = _info(config, engine.plan, engine.spec, engine.limits, num_blocks, core.scheduler.max_num_seqs)
+    return msgspec.structs.replace(
+        info, pid=pid, packed_file=core.executor.packed_file, load_s=load_s, pin_blocks=core.kv.hints.most_pinned
+    )
+
+
+def _info(
+    config: EngineConfig, plan: Plan, spec: ModelSpec, limits: Limits, num_blocks: int, max_num_seqs: int
+) -> EngineInfo:
     return EngineInfo(
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
         kv_capacity_tokens=limits.kv_capacity_tokens,
         eos_token_ids=list(limits.eos_token_ids),
         block_size=config.cache.block_size,
-        num_blocks=sum(group.total for group in core.kv.stats().groups),
-        max_num_seqs=core.scheduler.max_num_seqs,
-        max_num_batched_tokens=engine.plan.max_num_batched_tokens,
-        num_params=engine.spec.num_params,
-        embedding_size=engine.spec.vector_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_params=spec.num_params,
+        embedding_size=spec.vector_size,
         generates=limits.generates,
         pooler=limits.pooler,
         num_words=limits.num_words,
-        dtype=engine.plan.dtype,
-        kv_dtype=engine.plan.kv_dtype,
-        pid=pid,
-        memory_bytes={"weights": engine.plan.weight_bytes, "kv_limit": engine.plan.kv_bytes},
-        weight_bytes=engine.plan.held.bytes_by_format(engine.spec),
-        packed_file=core.executor.packed_file,
-        load_s=load_s,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        memory_bytes={"weights": plan.weight_bytes, "kv_limit": plan.kv_bytes},
+        weight_bytes=plan.held.bytes_by_format(spec),
         caches_prefixes=config.cache.enable_prefix_caching and config.cache.prefix_cache != "none",
-        pin_blocks=core.kv.hints.most_pinned,
         module_tokens=config.cache.block_size if config.cache.kv_allocator == "modules" else 0,
         module_chunk=limits.module_chunk,
         module_recompute=limits.module_recompute,
-        decisions=[(d.name, d.value, d.why) for d in engine.decisions],
+        decisions=[(d.name, d.value, d.why) for d in plan.decisions],
     )
 
 

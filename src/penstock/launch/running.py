@@ -26,7 +26,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class RunningServer(msgspec.Struct, kw_only=True):
     """A server. `started`: of its process, in ticks since `boot` ("" where there is no /proc). `where`: host:port, or
     the path of a unix socket (`port` is 0 then). `model`: as it was named; `names`: by which clients call it.
-    `num_live`: requests that it answers."""
+    `num_live`: requests that it answers. `models`: of a server of several, what each is doing."""
 
     pid: int
     started: str
@@ -36,6 +36,7 @@ class RunningServer(msgspec.Struct, kw_only=True):
     port: int
     since_s: float
     num_live: int = 0
+    models: dict[str, str] = {}
 
 
 class Process(NamedTuple):

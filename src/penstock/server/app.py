@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
+from penstock.server.admission.choosing import choose, limited
 from penstock.server.admission.gate import GENERATING, Gate
 from penstock.server.admission.keys import Keys, is_loopback
 from penstock.server.call import ANYONE, Tenant
@@ -70,34 +72,39 @@ def routes() -> list[BaseRoute]:
 
 
 def make_app(server: Server) -> ASGIApp:
-    """The application of a built server. `request.app.state.server` is `server` in every route."""
-    app = Starlette(routes=routes())
-    app.state.server = server
-    app.router.redirect_slashes = False
-    around = Around(app, server)
+    """The application of a built server. `request.app.state.server` is `server` in every route, or the server of the
+    model that a request is for."""
+    known = routes()
+    around = Around(server, lambda one: _app_of(one, known))
     server.parts["app"] = around
     server.parts["docs"] = Documentation(MODULES, __version__)
-    front = server.parts.get("front")
-    if front is not None:
-        said = sampling_decision(found_defaults(server), front.sampling.generation_config)
-        log.info("where a request says nothing: %s (%s)", said.value, said.why)
+    for one in server.each:
+        if (front := one.parts.get("front")) is not None:
+            said = sampling_decision(found_defaults(one), front.sampling.generation_config)
+            whose = f" of {one.model_name}" if server.others else ""
+            log.info("where a request%s says nothing: %s (%s)", whose, said.value, said.why)
     if "batches" in server.parts:
         server.parts["batches"].start(around)
     origins = server.config.names("allowed_origins")
     if not origins:
         return around
     # Outside of everything else: a preflight carries no key.
-    known = [origin.rstrip("/") for origin in origins]
-    return CORSMiddleware(around, known, ("GET", "POST", "DELETE", "OPTIONS"), ("*",), expose_headers=_EXPOSED)
+    allowed = [origin.rstrip("/") for origin in origins]
+    return CORSMiddleware(around, allowed, ("GET", "POST", "DELETE", "OPTIONS"), ("*",), expose_headers=_EXPOSED)
 
 
 def make_probe_app(server: Server) -> ASGIApp:
     """The application of the second port: what operators and their programs ask for, and nothing else."""
     known = [route for module in (ops, admin) for route in module.ROUTES if isinstance(route, Route)]
-    app = Starlette(routes=[r for r in known if r.path in PROBE_PATHS or r.path.startswith("/admin/")])
+    probes = [r for r in known if r.path in PROBE_PATHS or r.path.startswith("/admin/")]
+    return Around(server, lambda one: _app_of(one, probes), probe=True)
+
+
+def _app_of(server: Server, known: Sequence[BaseRoute]) -> Starlette:
+    app = Starlette(routes=known)
     app.state.server = server
     app.router.redirect_slashes = False
-    return Around(app, server, probe=True)
+    return app
 
 
 def http_server(server: Server, *, probe: bool) -> HttpServer:
@@ -134,9 +141,10 @@ class Around:
     `probe`: this is the second port, where `PROBE_PATHS` need no key.
     """
 
-    def __init__(self, app: Starlette, server: Server, *, probe: bool = False) -> None:
-        self.app = app
+    def __init__(self, server: Server, app_of: Callable[[Server], Starlette], *, probe: bool = False) -> None:
+        self.app = app_of(server)
         self.server = server
+        self._apps = {one.model_name: app_of(one) for one in server.others}
         self._probe = probe
         self._guard = WebGuard(server.config)
         if not (probe or is_loopback(server.config.host)):
@@ -156,7 +164,8 @@ class Around:
         state["keep_alive_s"] = self.server.config.sse_keep_alive_interval
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         started = False
-        gate: Gate | None = self.server.parts.get("admission")
+        server, app = self.server, self.app
+        gate: Gate | None = server.parts.get("admission")
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -170,7 +179,7 @@ class Around:
                 if ignored:
                     headers.append((b"x-ignored-fields", ", ".join(ignored).encode()))
                 if message["status"] >= 400:
-                    for listener in self.server.on_refused:
+                    for listener in server.on_refused:
                         listener(scope, message["status"], state.get("error"))
             await send(message)
 
@@ -179,9 +188,14 @@ class Around:
                 state["tenant"] = scope[TENANT]
             else:
                 state["tenant"] = self._identify(scope, path)
+            if server.others:
+                server, receive = await choose(server, scope, receive)
+                gate = server.parts.get("admission")
+                app = scope["app"] = self._apps.get(server.model_name, app)
+                state["tenant"] = limited(state["tenant"], server.model_name)
             if gate is not None and scope["method"] == "POST" and path in GENERATING:
                 await gate.enter(scope)
-            await self.app.router(scope, receive, send_with_id)
+            await app.router(scope, receive, send_with_id)
         except (Gone, ClientDisconnect):
             return  # nobody reads an answer
         except Exception as error:

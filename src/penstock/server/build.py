@@ -6,38 +6,23 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.base.clock import MonotonicClock
-from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
-from penstock.config.lora import parse_modules
-from penstock.config.server import ServerConfig
-from penstock.engine.faults import parse as parse_fault
+from penstock.config.several import seconds_of
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link
-from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
-from penstock.launch.front import begin_front, limits_from
-from penstock.server.adapters import Adapters
+from penstock.launch.front import begin_front
 from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
+from penstock.server.assembly import assembled, checked, furnish, make_link, model_name, with_adapters
 from penstock.server.batches import files, runner
 from penstock.server.context import Server
 from penstock.server.observation import loop_watch, metrics, request_log, traces
-from penstock.server.parsing.choose import check_parsers
 from penstock.server.responses import store
-from penstock.server.service import Service
 from penstock.server.transport.tls import Watching, open_tls
-from penstock.server.turns import compression, grammars
-from penstock.text.template import check_template
-
-if TYPE_CHECKING:
-    from penstock.launch.adapters import AdapterBook
+from penstock.server.turns import grammars
 
 log = logging.getLogger("penstock.server")
 _PARTS = (loop_watch, keys, metrics, request_log, traces, gate, grammars, store, files, runner)
@@ -51,13 +36,15 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     that was spawned already.
     """
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
-    try:
-        check_parsers(config.server.tool_call_parser, config.server.reasoning_parser)
-    except InputError as error:
-        raise ConfigError(str(error), field=error.param) from None
     traces.check_traces(config.server)
-    given = given_template(config)
+    given = checked(config)
     config = fair_share(with_adapters(config))
+    further = None
+    if config.models:
+        from penstock.server.further import Further  # all of an engine: who serves one model has no use for it here
+
+        further = await asyncio.to_thread(Further.of, config)
+        config = further.config
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
     client = EngineClient(link or make_link(config, spare), None, clock)
@@ -70,63 +57,25 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
             await starting
         await client.stop()
         raise
-    client.use_tokenizer(front.tokenizer)
-    info = await starting
+    await starting
     try:
-        service = Service(
-            client,
-            front.tokenizer,
-            front.chat_template if given is None else given,
-            limits_from(
-                info,
-                max_n=config.server.max_n,
-                max_logprobs=config.server.max_logprobs,
-                max_logprob_entries=config.server.max_logprob_entries,
-            ),
-            config.server,
-            clock,
-            named_templates=front.named_templates if given is None else None,
-            no_tokenizer=front.no_tokenizer,
-            seed=config.engine.model.seed,
-        )
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
-        server = Server(config.server, client, service, names[0], int(time.time()), names[1:])
-        found = any(name == "speculative_config" and value != "none" for name, value, _ in info.decisions)
-        server.speculates = found or config.engine.speculation is not None  # asked for, or with the checkpoint
-        server.warm_grammars = config.engine.cache.warm_grammars
-        server.parts |= {"front": front, "tls": tls}
-        server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
-        server.closers += [client.stop, service.encoding.queue.close]
+        server = assembled(config, client, front, given, names, clock)
+        server.parts["tls"] = tls
         if tls is not None:
             server.closers.append(Watching(tls).close)
-        if front.adapters is not None:
-            server.adapters = await open_adapters(config.server, front.adapters, names)
-        compression.install(server, config.engine)
-        for part in _PARTS:
-            await part.install(server)
+        await furnish(server, config, _PARTS)
+        if further is not None:
+            await further.install(server)
+        elif config.server.keep_alive is not None:
+            from penstock.server.admission.waking import models_of
+
+            models_of(server).stay(None, seconds_of(config.server.keep_alive))
+            models_of(server).watch()
     except BaseException:
         await client.stop()
         raise
     return server
-
-
-def with_adapters(config: ServeConfig) -> ServeConfig:
-    """Who names adapters wants them. Raises ConfigError."""
-    if not parse_modules(config.server.lora_modules) or config.engine.lora.enable_lora:
-        return config
-    lora = replace(config.engine.lora, enable_lora=True)
-    return replace(config, engine=replace(config.engine, lora=lora))
-
-
-async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence[str]) -> Adapters:
-    """Those of lora_modules, read and checked. Raises ConfigError."""
-    from penstock.launch.adapters import read_modules  # nobody else needs it
-
-    known = await asyncio.to_thread(read_modules, book, config.lora_modules)
-    try:
-        return Adapters(book, known, config.lora_root, taken)
-    except InputError as error:
-        raise ConfigError(str(error), field="lora_modules") from None
 
 
 async def close(server: Server) -> None:
@@ -138,45 +87,3 @@ async def close(server: Server) -> None:
                 await done
         except Exception:
             log.exception("a part could not be closed")
-
-
-def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
-    """Raises ConfigError for a fault that does not exist."""
-    faults = config.server.names("fault")
-    for text in faults:
-        parse_fault(text)
-    if not config.server.engine_in_process:
-        return ProcessLink(
-            config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
-            hang_s=config.server.watchdog_timeout, spare=spare,
-        )  # fmt: skip
-    if faults:
-        raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
-    # All of an engine, which the process of a front end has no use for otherwise.
-    from penstock.engine.thread_link import ThreadLink
-    from penstock.launch.build import local_engine
-
-    return ThreadLink(local_engine(config.engine))
-
-
-def model_name(path: str) -> str:
-    """How clients call a model: a Hub id as it is, a folder or file by its last name (where it is stays private)."""
-    return Path(path).resolve().name if Path(path).exists() else path
-
-
-def given_template(config: ServeConfig) -> str | None:
-    """That of `--chat-template` (a file, or the text itself), if there is one. Raises ConfigError if it cannot work."""
-    given = config.server.chat_template
-    if given is None:
-        return None
-    where, text = "", given
-    try:
-        if "{" not in given:
-            where = f"{given}: "
-            text = Path(given).read_text("utf-8")
-        check_template(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: {given} cannot be read: {error}", field="chat_template") from None
-    except InputError as error:
-        raise ConfigError(f"chat_template: {where}{error}", field="chat_template") from None
-    return text

@@ -30,6 +30,8 @@ class Tenant:
     max_concurrent: int | None = None
     kv_share: float = 0.0
     kv_group: str = ""
+    by_model: tuple[tuple[str, int | None, int | None], ...] = ()
+    """(model, tokens_per_minute, max_concurrent) where a model has others than these; each model counts by itself."""
 
 
 ANYONE = Tenant()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.engine.frontend import EngineClient
     from penstock.server.adapters import Adapters
     from penstock.server.service import Service
+    from penstock.server.several.models import Models
 
 
 @dataclass
@@ -40,3 +41,19 @@ class Server:
     """Whether the engine drafts: requests and metrics then tell of it."""
     warm_grammars: bool = False
     """Whether a grammar compiler is started before the first grammar comes."""
+    models: Models | None = None
+    """Which of several models are in memory, and when they leave; None: the one there is stays."""
+    first: Server | None = None
+    """The one of which this is a further model; None: it is the first. Keys, files and responses are the first's."""
+    others: list[Server] = field(default_factory=list)
+    """The further models of the first one."""
+
+    @property
+    def each(self) -> list[Server]:
+        """It and all further models."""
+        return [self, *self.others]
+
+    @property
+    def names(self) -> list[str]:
+        """By which requests call its model now, adapters among them."""
+        return [self.model_name, *self.aliases, *(() if self.adapters is None else self.adapters.names)]

@@ -85,29 +85,35 @@ async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -
         http.should_exit = True
         http.force_exit = second.is_set()
         await running
-        return EXIT_ENGINE_FAILED if server.client.state == "failed" else EXIT_OK
+        return EXIT_ENGINE_FAILED if server.client.state == "failed" and not server.others else EXIT_OK
     finally:
         told.cancel()
         await close(server)
 
 
 async def _failed(server: Server) -> None:
-    while server.client.state != "failed":
+    """Returns when no model can be answered any more; with several, one that is given up may come back."""
+    while server.others or server.client.state != "failed":
         await asyncio.sleep(0.2)
 
 
 async def drain(server: Server, hurry: asyncio.Event) -> None:
     """Take nothing new; let what runs end, until the limit or a second signal."""
-    server.draining = True
-    server.service.drain()
+    for one in server.each:
+        one.draining = True
+        one.service.drain()
     ends_s = time.monotonic() + server.config.shutdown_timeout
-    num = server.client.num_live
+    num = _num_live(server)
     if num:
         log.warning("shutting down: %d requests may end within %g s", num, server.config.shutdown_timeout)
-    while server.client.num_live and time.monotonic() < ends_s and not hurry.is_set():
+    while _num_live(server) and time.monotonic() < ends_s and not hurry.is_set():
         await asyncio.sleep(0.02)
-    if server.client.num_live:
-        log.warning("shutting down: %d requests are aborted", server.client.num_live)
+    if _num_live(server):
+        log.warning("shutting down: %d requests are aborted", _num_live(server))
+
+
+def _num_live(server: Server) -> int:
+    return sum(one.client.num_live for one in server.each)
 
 
 def _kv_memory(info: EngineInfo) -> str:
@@ -121,6 +127,16 @@ def _positions(info: EngineInfo) -> str:
     """A line for a model whose positions go by max_model_len and differ from those of a shorter one."""
     found = [text for name, value, text in info.decisions if name == "rope_regime" and value == "extended"]
     return f"positions: {found[0]}\n" if found else ""
+
+
+def _others(server: Server) -> str:
+    """A line for several models: which start on demand, and what all may take."""
+    if server.models is None or not server.others:
+        return ""
+    names = ", ".join(one.model_name for one in server.others)
+    limits = ", ".join(f"{limit / 2**30:.1f} GiB{' of ' * bool(place)}{place}" for place, limit in
+                       server.models.limits.items())  # fmt: skip
+    return f"and on demand: {names}; all models together may take {limits}\n"
 
 
 def announce(server: Server, sockets: Sockets) -> None:
@@ -143,6 +159,7 @@ def announce(server: Server, sockets: Sockets) -> None:
         f"context {info.max_model_len}, {info.num_blocks} blocks of {info.block_size} tokens)\n"
         f"{_kv_memory(info)}\n"
         f"{_positions(info)}"
+        f"{_others(server)}"
         f"{probes}try:  curl {option}{where}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"        -d '{{{body}, \"max_tokens\": 64}}'\n"
         f"or open {where}/ in a browser\n"
@@ -155,11 +172,12 @@ class Presence:
 
     def __init__(self, server: Server, model: str, sockets: Sockets) -> None:
         uds, main, pid = server.config.uds, sockets.main, os.getpid()
-        self._hold = ModelStore().hold(server.parts["front"].path)
+        self._hold = ModelStore().hold(*(one.parts["front"].path for one in server.each))
+        names = [name for one in server.each for name in (one.model_name, *one.aliases)]
         self._entry = RunningServer(
-            pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
+            pid=pid, started=started(pid) or "", model=model, names=names,
             where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1],
-            since_s=time.time(),
+            since_s=time.time(), models=self._states(server),
         )  # fmt: skip
         self._server = server
         self._known = announce_running(self._entry)
@@ -168,9 +186,14 @@ class Presence:
     async def _keep(self) -> None:
         while self._known:
             await asyncio.sleep(1.0)
-            if self._entry.num_live != self._server.client.num_live:
-                self._entry.num_live = self._server.client.num_live
+            now = (_num_live(self._server), self._states(self._server))
+            if (self._entry.num_live, self._entry.models) != now:
+                self._entry.num_live, self._entry.models = now
                 await asyncio.to_thread(announce_running, self._entry)
+
+    @staticmethod
+    def _states(server: Server) -> dict[str, str]:
+        return {model.name: model.state for model in server.models or ()} if server.others else {}
 
     async def stop(self) -> None:
         self._task.cancel()

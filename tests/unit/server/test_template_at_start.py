@@ -9,7 +9,8 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.config import serve_from_kwargs
-from penstock.server.build import build, given_template
+from penstock.server.assembly import given_template
+from penstock.server.build import build
 
 GOOD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}"
 BAD = {

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 log = logging.getLogger("penstock.server")
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping")
 """Besides those below /admin/."""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 CHECK_S = 1.0
+_LIMITS = ("tokens_per_minute", "max_concurrent")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -212,7 +214,17 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise wrong("must be a table")
     if not _NAME.fullmatch(name):
         raise wrong("must be named with 1 to 64 letters, digits, dots, dashes or underscores")
-    known = {"key", "key_sha256", "weight", "tokens_per_minute", "max_concurrent", "admin", "kv_share", "kv_group"}
+    known = {
+        "key",
+        "key_sha256",
+        "weight",
+        "tokens_per_minute",
+        "max_concurrent",
+        "admin",
+        "kv_share",
+        "kv_group",
+        "models",
+    }
     for field_name in table:
         if field_name not in known:
             raise wrong(f"{field_name}: is unknown; possible are {', '.join(sorted(known))}")
@@ -241,12 +253,32 @@ def _key(path: Path, name: str, table: Any) -> Key:
     if not isinstance(group, str) or (group and not _NAME.fullmatch(group)):
         raise wrong("kv_group: must be a name of 1 to 64 letters, digits, dots, dashes or underscores")
     limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group}
-    for field_name in ("tokens_per_minute", "max_concurrent"):
-        value = table.get(field_name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise wrong(f"{field_name}: must be a whole number from 1")
-        limits[field_name] = value
+    limits |= _limits(table, "", wrong)
+    models = table.get("models", {})
+    if not isinstance(models, dict) or not all(isinstance(one, dict) for one in models.values()):
+        raise wrong("models: must be tables, one for each model with limits of its own")
+    by_model = []
+    for model, own in models.items():
+        for field_name in own:
+            if field_name not in _LIMITS:
+                raise wrong(f"models.{model}: {field_name}: is unknown; possible are {', '.join(_LIMITS)}")
+        found = {name: limits[name] for name in _LIMITS} | _limits(own, f"models.{model}: ", wrong, given_only=True)
+        by_model.append((model, found["tokens_per_minute"], found["max_concurrent"]))
+    limits["by_model"] = tuple(by_model)
     return Key(digest, Tenant(name, weight=float(weight), admin=admin, **limits))
+
+
+def _limits(
+    table: dict[str, Any], where: str, wrong: Callable[[str], ConfigError], *, given_only: bool = False
+) -> dict[str, int | None]:
+    found: dict[str, int | None] = {}
+    for name in _LIMITS:
+        value = table.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise wrong(f"{where}{name}: must be a whole number from 1")
+        if value is not None or not given_only:
+            found[name] = value
+    return found
 
 
 def fair_share(config: ServeConfig) -> ServeConfig:

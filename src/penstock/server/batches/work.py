@@ -45,7 +45,7 @@ class LowGate:
     def is_quiet(self) -> bool:
         client = self._server.client
         return (
-            client.state == "ready"
+            client.state in ("ready", "asleep")
             and not self._server.service.draining
             and client.snapshot.num_waiting == 0
             and client.num_live < self._slots

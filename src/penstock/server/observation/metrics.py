@@ -7,6 +7,7 @@ counters of the prefix cache count tokens.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -32,7 +33,7 @@ LABELS = ["model_name", "engine"]
 OPEN_METRICS = "application/openmetrics-text"
 BOTH = ("vllm:", "penstock:")
 OURS = ("penstock:",)
-_ENGINE_STATES = ("starting", "ready", "restarting", "failed", "stopped")
+_ENGINE_STATES = ("starting", "ready", "restarting", "failed", "stopped", "asleep")
 _VLLM_REASONS = {"queue_full": "max_num_queued_reqs", "queue_tokens": "max_num_queued_tokens"}
 """Reasons of admission that vLLM has a word for."""
 
@@ -143,6 +144,8 @@ class Metrics(Collector):
         self._labels = [server.model_name, "0"]
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        if server.first is not None:
+            return  # the process is told of once
         ProcessCollector(registry=self.registry)
         info = server.client.info
         if info is not None and info.pid:
@@ -173,6 +176,7 @@ class Metrics(Collector):
         yield from self._encoding()
         yield from self._adapters()
         yield from self._info()
+        yield from self._models()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
 
@@ -239,7 +243,9 @@ class Metrics(Collector):
         )  # fmt: skip
         usage = "Share of the KV blocks in use, 0 to 1; what only the prefix cache holds is free."
         yield from self._gauge("kv_cache_usage_perc", usage, load["kv_cache_usage"], BOTH)
-        yield from self._gauge("engine_sleep_state", "1: awake.", 1.0, ("vllm:",))
+        models = self.server.models
+        awake = models is None or models.served[self.server.model_name].level == 0
+        yield from self._gauge("engine_sleep_state", "1: awake.", float(awake), ("vllm:",))
         yield from self._gauge("live_requests", "Requests that have not ended.", client.num_live)
         yield from self._gauge("waiting_tokens", "Prompt tokens that wait.", now.waiting_tokens)
         yield from self._labelled(
@@ -419,6 +425,24 @@ class Metrics(Collector):
         text = "Adapters of the requests that wait and that run."
         yield from self._labelled(GaugeMetricFamily, "lora_requests_info", text, names, {labels: time.time()}, BOTH)
 
+    def _models(self) -> Iterator[Metric]:
+        """Of a model that comes and goes."""
+        models = self.server.models
+        if models is None:
+            return
+        mine = models.served[self.server.model_name]
+        yield from self._counter("model_starts", "Times that a request has started the model.", mine.num_starts)
+        text = "Times that the model has left memory: idle, for another's memory, asked to sleep, or failed."
+        yield from self._labelled(CounterMetricFamily, "model_stops", text, ("reason",), mine.stops)
+        text = "Seconds from a start's turn until the model was ready."
+        yield from self._histogram("model_start_seconds", text, mine.start_s, OURS)
+        yield from self._gauge("model_waiting_requests", "Requests that wait for the model's start.", mine.num_waiting)
+        yield from self._gauge("model_held_bytes", "Weights and KV that are planned for it now.", mine.held_bytes)
+        if self.server.first is None:
+            text = "Bytes that models may take together, by device."
+            limits = {place or "cpu": limit for place, limit in models.limits.items()}
+            yield from self._labelled(GaugeMetricFamily, "models_memory_limit_bytes", text, ("device",), limits)
+
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info
         if info is None:
@@ -449,8 +473,18 @@ class _Told(CollectorRegistry):
         self._only = only
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._metrics.registry.collect()
-        yield from self._metrics.tenants(self._only)
+        if not self._metrics.server.others:
+            yield from self._metrics.registry.collect()
+            yield from self._metrics.tenants(self._only)
+            return
+        families: dict[str, Metric] = {}
+        for one in self._metrics.server.each:
+            metrics: Metrics = one.parts["metrics"]
+            for family in (*metrics.registry.collect(), *metrics.tenants(self._only)):
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
 
 
 # -- the same numbers for others ---------------------------------------------------------------------------------
@@ -471,6 +505,22 @@ def memory_of(server: Server) -> dict[str, int]:
         if callable(size):
             found[name] = int(size())
     return found
+
+
+def models_shown(server: Server) -> list[dict[str, Any]]:
+    """Of several models: what each is doing. `idle_s`: since its last request; `keep_alive_s`: None for ever."""
+    if server.models is None:
+        return []
+    now = server.service.clock.now()
+    return [
+        {
+            "name": model.name, "state": model.state, "level": model.level, "held_bytes": model.held_bytes,
+            "needs_bytes": model.num_bytes, "num_requests": model.client.num_live, "num_waiting": model.num_waiting,
+            "idle_s": 0.0 if model.client.num_live else now - model.used_s,
+            "keep_alive_s": None if math.isinf(model.keep_alive_s) else model.keep_alive_s,
+        }
+        for model in server.models
+    ]  # fmt: skip
 
 
 def load_of(server: Server) -> dict[str, Any]:

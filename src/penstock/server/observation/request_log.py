@@ -123,8 +123,9 @@ class Throughput:
     `speculates`: its drafts too.
     """
 
-    def __init__(self, stats: Stats, every: int = LOG_EVERY, *, speculates: bool = False) -> None:
-        self._stats = stats
+    def __init__(self, stats: Stats, every: int = LOG_EVERY, *, speculates: bool = False, whose: str = "") -> None:
+        """`whose`: before the line of one of several models."""
+        self._stats, self._whose = stats, whose
         self._speculates = speculates
         self._every = every
         self._tick = 0
@@ -150,9 +151,10 @@ class Throughput:
         if busy or not self._idle:  # one last line says that it has become quiet
             usage = snapshot.kv_used / snapshot.kv_total if snapshot.kv_total else 0.0
             throughput_log.info(
-                "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+                "%sAvg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
                 "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
-                computed / elapsed, generated / elapsed, snapshot.num_running, snapshot.num_waiting, usage * 100,
+                self._whose, computed / elapsed, generated / elapsed, snapshot.num_running, snapshot.num_waiting,
+                usage * 100,
                 100 * hit / asked if asked and math.isfinite(hit) else 0.0,
             )  # fmt: skip
             if self._speculates:
@@ -181,7 +183,9 @@ async def install(server: Server) -> None:
         request_log = RequestLog(server.model_name)
         server.client.on_finish.append(request_log.on_finish)
         server.on_refused.append(request_log.on_refused)
-    throughput = None if server.config.disable_log_stats else Throughput(stats, speculates=server.speculates)
+    whose = "" if server.first is None else f"{server.model_name}: "
+    quiet = server.config.disable_log_stats
+    throughput = None if quiet else Throughput(stats, speculates=server.speculates, whose=whose)
 
     async def keep_ticking() -> None:
         while True:

@@ -7,7 +7,7 @@ import { Playground } from "./play.js";
 import { read, write } from "./store.js";
 
 const EVERY_MS = 1000;
-let timer = 0, served = "";
+let timer = 0, served = "", several = false;
 
 function wantKey() {
   $("metrics").hidden = true; // a link cannot take the key along
@@ -31,7 +31,7 @@ listen(play, history);
 async function models() {
   const { data } = await get("v1/models");
   const wanted = $("model").value || read("model");
-  $("model").replaceChildren(...data.map(({ id }) => element("option", "", id)));
+  $("model").replaceChildren(...data.map(({ id }) => Object.assign(element("option", "", id), { value: id })));
   if (data.some(({ id }) => id === wanted)) $("model").value = wanted;
 }
 
@@ -39,10 +39,18 @@ async function look() {
   clearTimeout(timer);
   let wait = EVERY_MS;
   try {
-    const state = await get("internal/state?points=" + view.wanted);
-    if (state.model !== served) {
+    const about = several && $("model").value ? "&model=" + encodeURIComponent($("model").value) : "";
+    const state = await get("internal/state?points=" + view.wanted + about);
+    several = state.models.length > 1;
+    const found = state.models.map(({ name }) => name).join() || state.model;
+    if (found !== served) {
       await models();
-      served = state.model;
+      served = found;
+    }
+    // A model that is not in memory starts with the first message: its name says so.
+    for (const option of $("model").options) {
+      const one = state.models.find(({ name }) => name === option.value);
+      option.textContent = option.value + (one && several && one.state !== "ready" ? ` (${one.state})` : "");
     }
     play.allowChat(state.chat);
     play.settings.defaults = state.sampling;
@@ -56,12 +64,16 @@ async function look() {
     }
     view.badge(error.status ? error.message : "not reachable", "bad");
     served = ""; // another server may answer next
+    several = false;
     wait = 3 * EVERY_MS;
   }
   if (!document.hidden) timer = setTimeout(look, wait);
 }
 
-$("model").addEventListener("change", () => write("model", $("model").value));
+$("model").addEventListener("change", () => {
+  write("model", $("model").value);
+  if (several) look();
+});
 $("key-form").addEventListener("submit", async (e) => {
   e.preventDefault();
   setKey($("key").value.trim());

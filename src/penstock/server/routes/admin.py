@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,10 @@ from penstock.server.adapters import Adapters
 from penstock.server.call import Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
+
+if TYPE_CHECKING:
+    from penstock.server.several.models import Models
+    from penstock.server.several.served import ServedModel
 
 Handler = Callable[[Request, Server], Awaitable[Any]]
 
@@ -62,7 +66,7 @@ async def evict_prefix_cache(request: Request, server: Server) -> Any:
 
 async def abort(request: Request, server: Server) -> Any:
     asked = msgspec.json.decode(await request.body(), type=AbortRequest)
-    found = [s for s in server.client.streams if asked.request_id in _names(s)]
+    found = [s for one in server.each for s in one.client.streams if asked.request_id in _names(s)]
     for stream in found:
         stream.abort()
     if not found:
@@ -73,12 +77,13 @@ async def abort(request: Request, server: Server) -> Any:
 async def requests(request: Request, server: Server) -> Any:
     now = server.service.clock.now()
     rows = []
-    for stream in server.client.streams:
+    for model, stream in [(one.model_name, stream) for one in server.each for stream in one.client.streams]:
         call = stream.call
         rows.append(
             {
                 "id": stream.request_id,
                 "request_id": None if call is None else call.facts.get("http_request_id"),
+                "model": model,
                 "endpoint": "" if call is None else call.endpoint,
                 "tenant": "" if call is None else call.tenant.name,
                 "age_s": round(now - stream.request.arrival_s, 3),
@@ -89,6 +94,34 @@ async def requests(request: Request, server: Server) -> Any:
             }
         )
     return {"object": "list", "data": rows}
+
+
+async def sleep(request: Request, server: Server) -> Any:
+    """vLLM's. `?level=1`: KV and caches are given back; 2: the engine ends. What runs ends first."""
+    level = request.query_params.get("level", "1")
+    if level not in ("1", "2"):
+        raise InputError("level must be 1 (KV is given back) or 2 (the engine ends)", param="level")
+    models, model = _models(server)
+    await models.sleep(model, int(level))
+    return {"is_sleeping": True}
+
+
+async def wake_up(request: Request, server: Server) -> Any:
+    """Answers when the model is ready."""
+    models, model = _models(server)
+    await models.awake(model)
+    return {"is_sleeping": False}
+
+
+async def is_sleeping(request: Request, server: Server) -> Any:
+    return {"is_sleeping": _models(server)[1].level > 0}
+
+
+def _models(server: Server) -> tuple[Models, ServedModel]:
+    from penstock.server.admission.waking import models_of  # who never lets a model sleep has no use for it
+
+    models = models_of(server)
+    return models, models.served[server.model_name]
 
 
 class LoadAdapter(msgspec.Struct):
@@ -107,6 +140,8 @@ class UnloadAdapter(msgspec.Struct):
 
 async def load_adapter(request: Request, server: Server) -> Any:
     asked = msgspec.json.decode(await request.body(), type=LoadAdapter)
+    if any(asked.lora_name in one.names for one in (server.first or server).each if one is not server):
+        raise InputError(f"lora_name: {asked.lora_name[:80]} is the name of another model here", param="lora_name")
     await _adapters(server).load(asked.lora_name, asked.lora_path)
     return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
 
@@ -135,5 +170,8 @@ ROUTES: list[BaseRoute] = [
     Route("/admin/evict_prefix_cache", _for_admin(evict_prefix_cache), methods=["POST"]),
     Route("/v1/load_lora_adapter", _for_admin(load_adapter), methods=["POST"]),
     Route("/v1/unload_lora_adapter", _for_admin(unload_adapter), methods=["POST"]),
+    Route("/sleep", _for_admin(sleep), methods=["POST"]),
+    Route("/wake_up", _for_admin(wake_up), methods=["POST"]),
+    Route("/is_sleeping", _for_admin(is_sleeping), methods=["GET"]),
     Route("/admin/reset_prefix_cache", _for_admin(reset_prefix_cache), methods=["POST"]),
 ]

@@ -16,15 +16,15 @@ from penstock.server.turns.defaults import sampling_defaults
 
 async def models(request: Request) -> Response:
     server: Server = request.app.state.server
-    adapters = () if server.adapters is None else server.adapters.names
-    listed = ModelList(data=[_model(server, name) for name in [server.model_name, *server.aliases, *adapters]])
+    listed = ModelList(data=[_model(one, name) for one in server.each for name in one.names])
     return as_json(listed)
 
 
 async def model(request: Request) -> Response:
     server: Server = request.app.state.server
-    name = check_model(server, request.path_params["model"], exact=True)
-    return as_json(_model(server, name))
+    asked = request.path_params["model"]
+    server = next((one for one in server.each if asked in one.names), server)
+    return as_json(_model(server, check_model(server, asked, exact=True)))
 
 
 def _model(server: Server, name: str) -> Model:

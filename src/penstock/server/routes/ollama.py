@@ -1,4 +1,4 @@
-"""/api/...: Ollama's API, for the one model that is served. Errors have its shape by their path (`server.errors`)."""
+"""/api/...: Ollama's API, for the models that are served. Errors have its shape by their path (`server.errors`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from penstock import __version__
 from penstock.base.errors import InputError
 from penstock.base.hashing import digest
+from penstock.config.several import seconds_of
 from penstock.server.context import Server
 from penstock.server.ollama.input import NAMES, chat_messages, sampling, template_kwargs
 from penstock.server.ollama.run import OllamaRun, now
@@ -44,6 +45,7 @@ from penstock.server.turns.infill import fill_prompt, marks_of
 from penstock.server.turns.times import rfc3339
 from penstock.server.turns.turn import begin, begin_text
 
+_YEAR_S = 365 * 86400.0
 _TEXT_ONLY: tuple[tuple[Any, ...], str] = (([],), "is not supported: only text is read, no images")
 _CONTEXT: tuple[tuple[Any, ...], str] = (
     ([],),
@@ -71,9 +73,8 @@ def model_of(server: Server, name: str | None) -> str:
 
 
 def _served(server: Server, name: str | None) -> str | None:
-    adapters = () if server.adapters is None else server.adapters.names
     short = name.removesuffix(":latest") if name else name
-    return short if short in (server.model_name, *server.aliases, *adapters) else name
+    return short if short in server.names else name
 
 
 async def chat(request: Request) -> Response:
@@ -81,8 +82,9 @@ async def chat(request: Request) -> Response:
     body = await read(request, OllamaChatRequest, refused=_CHAT)
     model = _begin(request, caller, body)
     if not body.messages:
+        reason = await _load(caller, body)
         return as_json(OllamaAnswer(model=model, created_at=now(), message=OllamaMessage(), done=True,
-                                    done_reason="load"))  # fmt: skip
+                                    done_reason=reason))  # fmt: skip
     return await _answer(request, body, _chat(caller, body, model))
 
 
@@ -91,19 +93,45 @@ async def generate(request: Request) -> Response:
     body = await read(request, OllamaGenerateRequest, refused=REFUSED_FIELDS)
     model = _begin(request, caller, body)
     if not body.prompt and not body.suffix:
-        return as_json(OllamaAnswer(model=model, created_at=now(), response="", done=True, done_reason="load"))
+        reason = await _load(caller, body)
+        return as_json(OllamaAnswer(model=model, created_at=now(), response="", done=True, done_reason=reason))
     return await _answer(request, body, _generate(caller, body, model))
 
 
 def _begin(request: Request, caller: Caller, body: OllamaGenerating) -> str:
     """The model's name. Raises RefusedError, InputError."""
     model = model_of(caller.server, body.model)
+    keep(caller.server, body.keep_alive)
     if body.think and not writes_thoughts(caller.server):
         raise InputError(f"{model!r} does not support thinking; leave think out", param="think")
     options = body.options
     if options is not None and (options.num_ctx or 0) > caller.server.service.limits.context[0]:
         request.state.ignored = [*request.state.ignored, "options.num_ctx"]
     return model
+
+
+def keep(server: Server, keep_alive: str | float | None) -> None:
+    """How long the model is to stay after its last request. No effect where there is one that stays. Raises
+    InputError."""
+    if keep_alive is None or server.models is None:
+        return
+    try:
+        seconds = seconds_of(keep_alive)
+    except ValueError as error:
+        raise InputError(f"keep_alive {error}", param="keep_alive") from None
+    server.models.stay(server.model_name, seconds)
+
+
+async def _load(caller: Caller, body: OllamaGenerating) -> str:
+    """For a request with nothing to answer: why it is done. Raises RefusedError."""
+    server = caller.server
+    if server.models is None:
+        return "load"
+    model = server.models.served[server.model_name]
+    if model.keep_alive_s == 0 and body.keep_alive is not None:
+        return "unload"
+    await server.models.awake(model)
+    return "load"
 
 
 async def _answer(request: Request, body: OllamaGenerating, start: Any) -> Response:
@@ -167,6 +195,7 @@ async def embed(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, OllamaEmbedRequest)
     model = model_of(caller.server, body.model)
+    keep(caller.server, body.keep_alive)
     asked = EmbeddingRequest(
         input=[*body.input] if isinstance(body.input, list) else body.input,
         dimensions=body.dimensions,
@@ -183,6 +212,7 @@ async def old_embeddings(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, OllamaEmbeddingRequest)
     model_of(caller.server, body.model)
+    keep(caller.server, body.keep_alive)
     vectors, _ = await unless_gone(request, written_vectors(caller, EmbeddingRequest(input=body.prompt)))
     return as_json(OllamaEmbedding(embedding=_raw(bytes(vectors[0]))))
 
@@ -217,19 +247,31 @@ def _model(server: Server, name: str) -> OllamaModel:
 
 async def tags(request: Request) -> Response:
     server: Server = request.app.state.server
-    adapters = () if server.adapters is None else server.adapters.names
-    return as_json(
-        OllamaModels(models=[_model(server, name) for name in (server.model_name, *server.aliases, *adapters)])
-    )
+    return as_json(OllamaModels(models=[_model(one, name) for one in server.each for name in one.names]))
 
 
 async def running(request: Request) -> Response:
-    """The model stays as long as the server does; `expires_at` is a year from now."""
+    """Those in memory. For one that stays as long as the server does `expires_at` is a year from now."""
     server: Server = request.app.state.server
-    model = _model(server, server.model_name)
-    model.size_vram, model.context_length = 0, server.service.limits.context[0]
-    model.expires_at = rfc3339(time.time() + 365 * 86400, 6)
-    return as_json(OllamaModels(models=[model]))
+    found = []
+    for one in server.each:
+        stays_s = _stays_s(one)
+        if stays_s is not None:
+            model = _model(one, one.model_name)
+            model.size_vram, model.context_length = 0, one.service.limits.context[0]
+            model.expires_at = rfc3339(time.time() + stays_s, 6)
+            found.append(model)
+    return as_json(OllamaModels(models=found))
+
+
+def _stays_s(server: Server) -> float | None:
+    """Seconds from now, if nobody asks for it; None: it is not in memory."""
+    if server.models is None:
+        return _YEAR_S
+    model = server.models.served[server.model_name]
+    if model.is_gone:
+        return None
+    return min(_YEAR_S, max(0.0, model.used_s + model.keep_alive_s - server.service.clock.now()))
 
 
 async def show(request: Request) -> Response:
@@ -276,7 +318,7 @@ async def pull(request: Request) -> Response:
 
 async def no_library(request: Request) -> Response:
     raise InputError(
-        "this server serves one model, chosen at its start, and keeps no library of models; use the command line",
+        "this server serves what was chosen at its start, and keeps no library of models; use the command line",
         code="no_library",
     )
 
@@ -299,8 +341,8 @@ DOCS: dict[tuple[str, str], tuple[str, type | None, type | None]] = {
     ("POST", "/api/generate"): ("Answer a prompt, or fill in (Ollama's API)", OllamaGenerateRequest, OllamaAnswer),
     ("POST", "/api/embed"): ("Vectors of texts (Ollama's API)", OllamaEmbedRequest, OllamaEmbeddings),
     ("POST", "/api/embeddings"): ("A vector of a text, the older form", OllamaEmbeddingRequest, OllamaEmbedding),
-    ("GET", "/api/tags"): ("The names of the model that is served", None, OllamaModels),
-    ("GET", "/api/ps"): ("The model that is served, as one that runs", None, OllamaModels),
+    ("GET", "/api/tags"): ("The names of the models that are served", None, OllamaModels),
+    ("GET", "/api/ps"): ("Those of them that are in memory", None, OllamaModels),
     ("POST", "/api/show"): ("What it is and can do", OllamaName, OllamaShown),
     ("GET", "/api/version"): ("The version of Penstock", None, OllamaVersion),
     ("POST", "/api/pull"): ("Succeeds for the model that is served", OllamaName, None),

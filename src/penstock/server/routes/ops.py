@@ -15,7 +15,7 @@ from penstock.core.messages import AGES_S
 from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
-from penstock.server.observation.metrics import draining, load_of, memory_of, unread
+from penstock.server.observation.metrics import draining, load_of, memory_of, models_shown, unread
 from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
@@ -33,7 +33,12 @@ async def health(request: Request) -> Response:
 
 
 def unready(server: Server) -> WireError | None:
-    """Why no token can be finished now; None if one can."""
+    """Why no token can be finished now; None if one can, of any of its models."""
+    reasons = [_unready(one) for one in server.each]
+    return None if None in reasons else reasons[0]
+
+
+def _unready(server: Server) -> WireError | None:
     client = server.client
     if draining(server):
         return WireError(503, "the server is shutting down", code="shutting_down")
@@ -83,7 +88,7 @@ async def props(request: Request) -> Response:
         "chat_template": server.service.chat_template or "",
         "modalities": {"vision": False, "audio": False},
         "build_info": f"penstock {__version__}",
-        "is_sleeping": False,
+        "is_sleeping": server.models is not None and server.models.served[server.model_name].level > 0,
     })  # fmt: skip
 
 
@@ -115,6 +120,7 @@ async def state(request: Request) -> Response:
         "unix_s": time.time(),
         "version": __version__,
         "model": server.model_name,
+        "models": models_shown(server),
         "chat": server.service.chat_template is not None,
         "sampling": shown_defaults(server),
         "state": client.state,

@@ -24,7 +24,8 @@ class OllamaOptions(LlamaCppSampling, kw_only=True):
 
 class OllamaGenerating(msgspec.Struct, kw_only=True):
     """`format`: "json" or a JSON schema. `think`: true, false, or how much: low, medium, high. `stream`: true where
-    nothing is said. `keep_alive` has no effect: the model stays."""
+    nothing is said. `keep_alive`: how long the model stays after its last request, where it does not stay for
+    ever."""
 
     model: str | None = None
     stream: bool | None = None

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from penstock.base.errors import InputError, RefusedError
+from penstock.base.errors import InputError
 from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import SamplingParams
+from penstock.server.admission.choosing import unknown_model
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.context import Server
 from penstock.server.transport.inner import PRIORITY
@@ -22,7 +23,6 @@ from penstock.server.turns.hints import Bound, of_prompt
 from penstock.text.modules import NO_ASKED, AskedModules
 
 MAX_PRIORITY = 2**31
-_SHOWN = 20  # adapters that a message names
 MAX_TIMEOUT_S = 7 * 86400
 MAX_TPOT_SLO_MS = 60_000
 
@@ -206,11 +206,7 @@ def check_model(server: Server, name: str | None, *, exact: bool = False) -> str
         return name
     if server.config.any_model_name and not exact:
         return server.model_name
-    served = ", ".join([server.model_name, *server.aliases, *adapters[:_SHOWN]])
-    raise RefusedError(
-        f"the model {name[:80]!r} is not served here; served is {served}",
-        status=404, code="model_not_found", param="model",
-    )  # fmt: skip
+    raise unknown_model(name, [name for one in server.each for name in one.names])
 
 
 def means_another(server: Server, name: str | None, truncate: int | None) -> bool:

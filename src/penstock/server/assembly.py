@@ -1,0 +1,144 @@
+"""One model's server: from what its front end has read to a service and its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.base.errors import ConfigError, InputError
+from penstock.config import ServeConfig
+from penstock.config.lora import parse_modules
+from penstock.config.server import ServerConfig
+from penstock.engine.faults import parse as parse_fault
+from penstock.engine.frontend import EngineClient
+from penstock.engine.link import Link
+from penstock.engine.process_link import ProcessLink
+from penstock.engine.spawn import Spawned
+from penstock.launch.front import Front, limits_from
+from penstock.server.adapters import Adapters
+from penstock.server.context import Server
+from penstock.server.parsing.choose import check_parsers
+from penstock.server.service import Service
+from penstock.server.turns import compression
+from penstock.text.template import check_template
+
+if TYPE_CHECKING:
+    from penstock.base.clock import Clock
+    from penstock.launch.adapters import AdapterBook
+
+
+def checked(config: ServeConfig) -> str | None:
+    """The chat template that is given, if there is one. Raises ConfigError for what is wrong with words of a server."""
+    try:
+        check_parsers(config.server.tool_call_parser, config.server.reasoning_parser)
+    except InputError as error:
+        raise ConfigError(str(error), field=error.param) from None
+    return given_template(config)
+
+
+def assembled(
+    config: ServeConfig, client: EngineClient, front: Front, given: str | None, names: Sequence[str], clock: Clock
+) -> Server:
+    """One model's server without its parts. The client knows what its engine is, or will be."""
+    client.use_tokenizer(front.tokenizer)
+    info = client.info
+    assert info is not None
+    service = Service(
+        client,
+        front.tokenizer,
+        front.chat_template if given is None else given,
+        limits_from(
+            info,
+            max_n=config.server.max_n,
+            max_logprobs=config.server.max_logprobs,
+            max_logprob_entries=config.server.max_logprob_entries,
+        ),
+        config.server,
+        clock,
+        named_templates=front.named_templates if given is None else None,
+        no_tokenizer=front.no_tokenizer,
+        seed=config.engine.model.seed,
+    )
+    server = Server(config.server, client, service, names[0], int(time.time()), list(names[1:]))
+    found = any(name == "speculative_config" and value != "none" for name, value, _ in info.decisions)
+    server.speculates = found or config.engine.speculation is not None  # asked for, or with the checkpoint
+    server.warm_grammars = config.engine.cache.warm_grammars
+    server.parts["front"] = front
+    server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
+    server.closers += [client.stop, service.encoding.queue.close]
+    return server
+
+
+async def furnish(server: Server, config: ServeConfig, parts: Iterable[Any]) -> None:
+    """Raises ConfigError."""
+    front: Front = server.parts["front"]
+    if front.adapters is not None:
+        server.adapters = await open_adapters(config.server, front.adapters, [server.model_name, *server.aliases])
+    compression.install(server, config.engine)
+    for part in parts:
+        await part.install(server)
+
+
+def with_adapters(config: ServeConfig) -> ServeConfig:
+    """Who names adapters wants them. Raises ConfigError."""
+    if not parse_modules(config.server.lora_modules) or config.engine.lora.enable_lora:
+        return config
+    lora = replace(config.engine.lora, enable_lora=True)
+    return replace(config, engine=replace(config.engine, lora=lora))
+
+
+async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence[str]) -> Adapters:
+    """Those of lora_modules, read and checked. Raises ConfigError."""
+    from penstock.launch.adapters import read_modules  # nobody else needs it
+
+    known = await asyncio.to_thread(read_modules, book, config.lora_modules)
+    try:
+        return Adapters(book, known, config.lora_root, taken)
+    except InputError as error:
+        raise ConfigError(str(error), field="lora_modules") from None
+
+
+def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
+    """Raises ConfigError for a fault that does not exist."""
+    faults = config.server.names("fault")
+    for text in faults:
+        parse_fault(text)
+    if not config.server.engine_in_process:
+        return ProcessLink(
+            config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
+            hang_s=config.server.watchdog_timeout, spare=spare,
+        )  # fmt: skip
+    if faults:
+        raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
+    # All of an engine, which the process of a front end has no use for otherwise.
+    from penstock.engine.thread_link import ThreadLink
+    from penstock.launch.build import local_engine
+
+    return ThreadLink(local_engine(config.engine))
+
+
+def model_name(path: str) -> str:
+    """How clients call a model: a Hub id as it is, a folder or file by its last name (where it is stays private)."""
+    return Path(path).resolve().name if Path(path).exists() else path
+
+
+def given_template(config: ServeConfig) -> str | None:
+    """That of `--chat-template` (a file, or the text itself), if there is one. Raises ConfigError if it cannot work."""
+    given = config.server.chat_template
+    if given is None:
+        return None
+    where, text = "", given
+    try:
+        if "{" not in given:
+            where = f"{given}: "
+            text = Path(given).read_text("utf-8")
+        check_template(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {given} cannot be read: {error}", field="chat_template") from None
+    except InputError as error:
+        raise ConfigError(f"chat_template: {where}{error}", field="chat_template") from None
+    return text

@@ -1,0 +1,1 @@
+"""Several models behind one server: who is in memory, who starts, who leaves."""
