@@ -33,6 +33,14 @@ class LoraConfig(Section):
         maximum=4096,
     )
     lora_memory: float = setting(1.0, "GiB of memory for the numbers of adapters.", above=0.0)
+    finetune_root: str | None = setting(
+        None, "Folder of fine-tuning jobs (/v1/fine_tuning/jobs): the engine trains adapters in the time that requests "
+        "leave, on the CPU, with torch, and the server serves them. Sets enable_lora. None: nothing is trained."
+    )  # fmt: skip
+    finetune_share: float = setting(
+        0.05, "Of the time of steps of requests, the part that training may take besides; idle time is all its own.",
+        minimum=0.0, maximum=1.0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from penstock.core.messages import EngineSnapshot, Outputs
 from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Intake, Request
 from penstock.core.sampling import TokenRules
+from penstock.core.spare import SpareWork
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
@@ -79,6 +80,8 @@ class EngineLoop:
         self._intake: deque[Intake] = deque()
         self._stop = False
         self._handles: dict[str, int] = {}
+        self.spare: SpareWork | None = None
+        """What is done in the time that steps leave, if anything is."""
         self._snapshot_s = core.clock.now()
         core.watch = self._watch
 
@@ -128,25 +131,32 @@ class EngineLoop:
                 self._box.working_on([self._handles[item.request_id] for item in items if isinstance(item, Request)])
             began = core.clock.now()
             outputs = refused + core.step()
+            step_s = core.clock.now() - began
             self._box.done()
             self._box.beat(core.has_work)
             if len(self._handles) > 2 * len(core.groups) + _SPARE_HANDLES:
                 self._handles = {name: self._handles[name] for name in core.groups if name in self._handles}
-            self._tell(outputs, core.clock.now() - began, SNAPSHOT_S if core.has_work else 0.0)
+            self._tell(outputs, step_s, SNAPSHOT_S if core.has_work else 0.0)
+            if self.spare is not None and core.has_work:
+                self.spare.between(step_s)
 
     def _next(self) -> Collection[Intake] | None:
         """What has come in. With nothing to do, waits for it a moment; None if only time has passed."""
         core = self.core
+        busy = self.spare is not None and not core.has_work and self.spare.rest(self._called)
         with self._wake:
             if not self._intake and not self._stop:
                 if not core.has_work:
-                    self._wake.wait(IDLE_S)
+                    self._wake.wait(0.0 if busy else IDLE_S)
                 elif core.scheduler.wake_s is not None and (wait_s := core.scheduler.wake_s - core.clock.now()) > 0:
                     self._wake.wait(min(wait_s, IDLE_S))
                     if not self._intake and wait_s > IDLE_S:
                         return None
             items, self._intake = self._intake, deque()
             return items
+
+    def _called(self) -> bool:
+        return bool(self._intake) or self._stop
 
     def _add(self, item: Intake) -> EngineOutput | None:
         """Hand an item to the core. One that it refuses gets its answer: it must not end the loop."""
@@ -180,5 +190,7 @@ class EngineLoop:
         if now - self._snapshot_s >= every_s:
             memory = self._memory() if self._memory is not None else None
             fresh, self._snapshot_s = snapshot_of(self.core, step_s, memory), now
+            if self.spare is not None:
+                fresh.counters.update(self.spare.counters())
         if outputs or fresh is not None:
             self._emit(Outputs(self._epoch, outputs, fresh))

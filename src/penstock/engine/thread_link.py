@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.core.messages import EngineInfo
 from penstock.core.request import Intake
+from penstock.core.spare import SpareWork
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.engine.link import Down, Listener
@@ -24,14 +25,18 @@ class ThreadLink:
     It cannot be killed or restarted on its own: a step that raises is fatal.
     """
 
-    def __init__(self, make: Callable[[], tuple[EngineCore, EngineInfo]]) -> None:
-        self._make = make
+    def __init__(
+        self, make: Callable[[], tuple[EngineCore, EngineInfo]], spare: Callable[[], SpareWork | None] = lambda: None
+    ) -> None:
+        """`spare`: makes what is done in the time that steps leave."""
+        self._make, self._spare = make, spare
         self._box = BlackBox()
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
 
     async def start(self, listener: Listener) -> None:
         events = asyncio.get_running_loop()
+        spare = self._spare()
         core, info = await asyncio.to_thread(self._make)
 
         def tell(f: Callable[..., object], *args: object) -> None:
@@ -46,6 +51,7 @@ class ThreadLink:
                 tell(listener.on_down, Down(f"{type(error).__name__}: {error}", self._box.suspects(), fatal=True))
 
         self._loop = EngineLoop(core, lambda message: tell(listener.on_outputs, message), self._box)
+        self._loop.spare = spare
         self._thread = threading.Thread(target=run, args=(self._loop,), name="penstock-engine", daemon=True)
         self._box.beat(False)
         listener.on_up(info, 0)
@@ -65,4 +71,5 @@ class ThreadLink:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
         if self._loop is not None:
+            self._loop.spare = None
             self._loop.core.executor.close()

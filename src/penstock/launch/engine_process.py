@@ -27,6 +27,7 @@ from penstock.base.memory import trim
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
 from penstock.core.protocols import Executor
+from penstock.core.spare import SpareWork
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> int:
     core = loaded.core
     faults.spoil = core.executor.spoil
     loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
+    loop.spare = loaded.spare
     inbox.deliver(loop)
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
@@ -195,6 +197,7 @@ class Loaded:
     core: EngineCore
     info: EngineInfo
     engine: Engine
+    spare: SpareWork | None
 
     def memory(self) -> dict[str, int]:
         """Bytes by subsystem. The prefix tree's are an estimate: nobody counts Python's objects."""
@@ -218,8 +221,13 @@ def load(hello: Hello, speaker: Speaker, box: BlackBox) -> Loaded:
             speaker.say(Loading(done, total))
 
     config = from_kwargs(**hello.config)
+    spare = None
+    if config.lora.finetune_root is not None:
+        from penstock.launch.finetune import finetuner_of  # nobody else needs it
+
+        spare = finetuner_of(config)
     engine = start(config, progress=progress, serving=True, box=box)
-    return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine)
+    return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine, spare)
 
 
 def _rss(pid: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import ConfigError, InputError, ModelError
@@ -30,7 +31,7 @@ class Adapters:
         self, book: AdapterBook, known: Mapping[str, AdapterRef], root: str | None, taken: Iterable[str]
     ) -> None:
         """`known`: those that are there from the start; `taken`: names of the model itself."""
-        self._book, self._root, self._taken = book, root, frozenset(taken)
+        self.book, self._root, self._taken = book, root, frozenset(taken)
         self.names: dict[str, AdapterRef] = {}
         for name, ref in known.items():
             self._check_name(name)
@@ -59,11 +60,18 @@ class Adapters:
             raise InputError(str(error), param="lora_path") from None
         self._check_free(name)
         try:
-            ref = await asyncio.to_thread(self._book.read, folder)
+            ref = await asyncio.to_thread(self.book.read, folder)
         except ModelError as error:
             raise InputError(f"lora_path: {error}", param="lora_path") from None
         self._check_free(name)
         self.names[name] = ref
+
+    async def adopt(self, name: str, folder: Path) -> None:
+        """One that this server has made; a name that is loaded stays as it is. Raises: InputError, ModelError."""
+        self._check_name(name)
+        if name not in self.names:
+            ref = await asyncio.to_thread(self.book.read, folder)
+            self.names.setdefault(name, ref)
 
     def _check_free(self, name: str) -> None:
         if name in self.names:

@@ -33,6 +33,7 @@ from penstock.server.routes import (
     docs,
     embeddings,
     files,
+    finetuning,
     llama_server,
     message_batches,
     messages,
@@ -56,7 +57,7 @@ from penstock.text.defaults import sampling_decision
 log = logging.getLogger("penstock.server")
 MODULES = (
     chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
-    batches, ollama, llama_server, ops, docs, admin, page,
+    batches, finetuning, ollama, llama_server, ops, docs, admin, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")

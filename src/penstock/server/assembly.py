@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +79,19 @@ async def furnish(server: Server, config: ServeConfig, parts: Iterable[Any]) -> 
     front: Front = server.parts["front"]
     if front.adapters is not None:
         server.adapters = await open_adapters(config.server, front.adapters, [server.model_name, *server.aliases])
+        if config.engine.lora.finetune_root is not None:
+            from penstock.server.finetuning import jobs  # nobody else needs it
+
+            await jobs.install(server, config.engine)
     compression.install(server, config.engine)
     for part in parts:
         await part.install(server)
 
 
 def with_adapters(config: ServeConfig) -> ServeConfig:
-    """Who names adapters wants them. Raises ConfigError."""
-    if not parse_modules(config.server.lora_modules) or config.engine.lora.enable_lora:
+    """Who names adapters, or makes some, wants them. Raises ConfigError."""
+    wanted = config.engine.lora.finetune_root is not None or parse_modules(config.server.lora_modules)
+    if not wanted or config.engine.lora.enable_lora:
         return config
     lora = replace(config.engine.lora, enable_lora=True)
     return replace(config, engine=replace(config.engine, lora=lora))
@@ -118,7 +124,11 @@ def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
     from penstock.engine.thread_link import ThreadLink
     from penstock.launch.build import local_engine
 
-    return ThreadLink(local_engine(config.engine))
+    if config.engine.lora.finetune_root is None:
+        return ThreadLink(local_engine(config.engine))
+    from penstock.launch.finetune import finetuner_of
+
+    return ThreadLink(local_engine(config.engine), partial(finetuner_of, config.engine))
 
 
 def model_name(path: str) -> str:

@@ -69,6 +69,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "cascade_attention": True, "expert_memory_bytes": None, "expert_eviction": "lru", "expert_prediction": "none",
         "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None, "lora_memory": 1.0,
+        "finetune_root": None, "finetune_share": 0.05,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
         "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",

@@ -53,6 +53,7 @@ LABELS: dict[str, Label] = {
     "max_loras": _SYSTEM,
     "max_cpu_loras": _SYSTEM,
     "lora_memory": _SYSTEM,
+    "finetune_share": _SYSTEM,
     "speculative_config": _SYSTEM,
     "enable_prefix_caching": _SYSTEM,
     "prefix_cache": _SYSTEM,

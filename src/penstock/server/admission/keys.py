@@ -30,7 +30,7 @@ from penstock.server.errors import WireError
 
 log = logging.getLogger("penstock.server")
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping")
-"""Besides those below /admin/."""
+"""Besides those below /admin/ and /v1/fine_tuning/."""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 CHECK_S = 1.0
@@ -83,7 +83,7 @@ class Keys:
         is_open = path in OPEN_PATHS or path.startswith("/page/")
         if is_open and scope.get("method") in ("GET", "HEAD"):
             return ANYONE
-        if not (self.has_users or path.startswith("/admin/") or path in ADMIN_PATHS):
+        if not (self.has_users or path.startswith(("/admin/", "/v1/fine_tuning/")) or path in ADMIN_PATHS):
             return ANYONE
         if len(given) > 1:
             raise WireError(401, "Authorization and x-api-key show different keys; send one of them",

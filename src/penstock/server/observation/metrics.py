@@ -106,6 +106,8 @@ _ENGINE_COUNTERS = (
     ("lora_adapters_wanted", "Times that a row needed its adapter.", "num_adapters_wanted", OURS),
     ("lora_adapter_hits", "Times that it was in memory already.", "num_adapter_hits", OURS),
     ("lora_adapters_given_up", "Adapters that left memory for others.", "num_adapters_given_up", OURS),
+    ("finetune_tokens", "Tokens that fine-tuning has read.", "finetune_tokens", OURS),
+    ("finetune_beside_seconds", "Seconds of fine-tuning between steps of requests.", "finetune_beside_s", OURS),
     ("lora_wait_seconds", "Seconds that steps waited for adapters to be read.", "adapter_wait_s", OURS),
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )

@@ -25,7 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _WRITE_BYTES = 1 << 20
 _MAX_FIELD_BYTES = 4096
 _BYTES = "application/octet-stream"
-_PURPOSES = ("batch",)
+_PURPOSES = ("batch", "fine-tune")
 
 
 def parts_of(request: Request) -> tuple[Server, Tenant, FileStore]:
@@ -123,7 +123,7 @@ async def create(request: Request) -> Response:
             raise InputError("the form has no file", param="file")
         purpose = form.fields.get("purpose")
         if purpose not in _PURPOSES:
-            raise InputError("purpose must be 'batch': other files are of no use here", param="purpose")
+            raise InputError("purpose must be 'batch' or 'fine-tune': other files are of no use here", param="purpose")
         return as_json(await asyncio.to_thread(form.upload.commit, form.filename, purpose))
     finally:
         if form.upload is not None:
