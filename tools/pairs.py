@@ -55,7 +55,7 @@ class Bench:
     }  # fmt: skip
 
     def __init__(self, files: Path) -> None:
-        from penstock import LLM
+        from penstock import LLM, LoRARequest
         from penstock.eval.sample import SAMPLE
 
         self.files = files
@@ -66,6 +66,7 @@ class Bench:
         self.many = [ids[i : i + 96] for i in range(0, 800, 100)]
         self._alone: dict[str, Found] = {}
         make_files(files, llm)
+        self.adapters = [LoRARequest("a", 1, str(files / "adapter")), None, LoRARequest("a", 1, str(files / "adapter"))]
         self.plain = self.tokens({})
         self.plain_counts = self.counts({})
 
@@ -87,8 +88,13 @@ class Bench:
         llm = self.engine(settings)
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 
+        own = self.adapters if settings.get("enable_lora") else [None] * len(self.prompts)
+        adapters = dict(zip(map(tuple, self.prompts), own, strict=True))
+
         def ask(prompts: list[list[int]]) -> list[list[int]]:
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+            asked = [adapters[tuple(ids)] for ids in prompts]
+            given = {"lora_request": asked} if any(asked) else {}
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, **given)
             wrong = next((o.error for o in outputs if o.error is not None), None)
             if wrong is not None:
                 raise RuntimeError(wrong)
@@ -159,7 +165,7 @@ class Bench:
 
 
 def make_files(folder: Path, llm: Any) -> None:
-    """What some drafters read: a store of texts, and heads with random weights of the model's size."""
+    """What some drafters read: a store of texts, and heads with random weights of the model's size; and an adapter."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -178,6 +184,16 @@ def make_files(folder: Path, llm: Any) -> None:
     size, rng = llm.engine.spec.hidden_size, np.random.default_rng(0)
     heads = [[float(rng.random()) for _ in range(layer.mixer.num_kv_heads)] for layer in llm.engine.spec.layers]
     (folder / "heads.json").write_text(json.dumps({"fingerprint": base, "measured": "not at all", "scores": heads}))
+    pairs = {}
+    for name, t in read_safetensors(local_path(MODEL) / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            for part, shape in (("A", (4, t.shape[1])), ("B", (t.shape[0], 4))):
+                own = (0.2 * rng.standard_normal(shape)).astype(np.float32)
+                pairs[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] = own
+    (folder / "adapter").mkdir()
+    save_file(pairs, folder / "adapter" / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(said))
     for kind in ("medusa", "eagle"):
         there = local_path("nano").parent / f"nano-{kind}"
         config = json.loads((there / "config.json").read_text(encoding="utf-8"))

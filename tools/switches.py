@@ -133,6 +133,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("whole prompts", "scheduling", {"enable_chunked_prefill": False}),
     Switch("long-prefill threshold", "scheduling", {"long_prefill_token_threshold": 16}),
     Switch("two steps in flight", "scheduling", {"depth": 2}),
+    Switch("adapters", "adapters", {"enable_lora": True, "max_loras": 2}, exact=False),
     Switch("ops ref", "compute", {"ops": "ref"}, exact=False),
     Switch("ops blas", "compute", {"ops": "blas"}, exact=False),
     Switch("device cpu-torch", "compute", {"ops": "torch"}, exact=False),

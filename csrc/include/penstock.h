@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 15
+#define PST_ABI 16
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -212,6 +212,9 @@ typedef struct pst_register {
  * PST_ADAPT      in1 = in1 gain? + shift? + factor (in0 A^T) B^T [T or R, n0], of the adapter of each row's token; rows without one
  *                stay as they are: in place on in1. p0 pst_token_adapters, p1 pst_adapter [..] of this product, both may change between
  *                two runs; n2 their largest rank. n1 1, 2: the gate, the up of what PST_LINEAR gives of a pair
+ * PST_ADAPT_CODES  the same of adapters with codes: in1 = in0 W^T + bias, W being the codes of p2? pst_matrix (one scale per group,
+ *                F32, F16 or BF16; of a pair both halves) with the adapter's scales; or in1 + in0 D^T. p0, n0, n1 as in PST_ADAPT,
+ *                p1 pst_adapter_codes [..]
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
  *                and zeros
@@ -318,7 +321,7 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33, PST_REHEARSE,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT = 60,
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_ADAPT = 60,
     PST_ATTEND_TEXT
 };
 
@@ -374,6 +377,14 @@ typedef struct pst_adapter {
     int32_t rank;       /* a multiple of 4 */
     float factor;
 } pst_adapter;
+
+/* The same of codes; one of the two at most. */
+typedef struct pst_adapter_codes {
+    const void *scales;      /* in place of the model's, of their type: [panels][groups][64] in the order of its panels; of a half
+                                of a pair [panels][groups][32] */
+    const pst_matrix *delta; /* [N, K] that is added: PST_M_BLOCK of U8, U4 or U2 with F16 or F32 scales of 32, 64, 128 or all inputs,
+                                rows A_F32, no pair, no order, no bias */
+} pst_adapter_codes;
 
 typedef struct pst_op {
     int32_t kind;

@@ -390,7 +390,7 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
                           pst::biased_fault, pst::heads_fault, pst::attention_fault, pst::choose_fault,
                           pst::experts_fault, pst::states_fault, pst::streams_fault, pst::entries_fault,
-                          pst::text_fault})
+                          pst::text_fault, pst::adapters_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

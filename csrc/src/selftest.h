@@ -93,12 +93,13 @@ struct Tiny {
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 // selftest_choose.cpp, selftest_experts.cpp, selftest_states.cpp, selftest_streams.cpp, selftest_entries.cpp,
-// selftest_text.cpp
+// selftest_text.cpp, selftest_adapt.cpp
 std::string choose_fault();
 std::string experts_fault();
 std::string states_fault();
 std::string streams_fault();
 std::string entries_fault();
 std::string text_fault();
+std::string adapters_fault();
 
 }  // namespace pst

@@ -4,6 +4,7 @@ its company, drafts, preemptions, forks, stores and what of the adapters is in m
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,26 @@ import numpy as np
 import pytest
 
 from penstock import LLM, LoRARequest, SamplingParams
-from penstock.base.errors import ModelError
-from penstock.core.adapter import AdapterRef, namespace_of
+from penstock.backends.native.adapted import AdaptedNative
+from penstock.base.errors import ConfigError, ModelError
+from penstock.core.adapter import AdapterRef, namespace_of, number_of
+from penstock.core.kv_events import DEVICE, HOST, BlockStored
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 from penstock.engine.record import Recorder, load, replay
 from penstock.sched.adapters import PATIENCE, WithAdapters
 from penstock.sched.policy.fcfs import Fcfs
+from penstock.text.decisions import DecisionQuestion
 from tests import specs
 from tests.adapting import made, nano, nano_folder
+from tests.engine import test_kv_selection as kv_selection
+from tests.engine.events import Follower
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, plain_core, real_engine, request, run
 from tests.engine.naive import beam_search, generate
 from tests.engine.test_laws_models import CONTROLS, draw_knobs, workload
 from tests.native.running import ISAS
 from tests.native.test_adapters import paged
+from tests.native.test_coded_adapters import deltas
 from tests.sampled import draws
 
 COUNT = 4
@@ -34,11 +41,15 @@ OPS = ["ref", *(["native"] if ISAS else [])]
 
 
 def ref_of(number: int) -> AdapterRef:
-    return AdapterRef(b"adapter %d" % number, str(number), 1000)
+    return AdapterRef(b"adapter %d" % number, str(number), 1000, f"named {number}")
 
 
 @cache
 def parts(name: str, number: int) -> Any:
+    """Low-rank pairs; of the last, codes that are added."""
+    if number == COUNT - 1:
+        found = deltas(specs.make(name)[0], number, 2, 32)[0]
+        return {n: part for n, part in found.items() if n.endswith((".q", ".down"))}
     return made(specs.make(name)[0], number, rank=2 + number, share=0.8)
 
 
@@ -231,3 +242,135 @@ def test_J26_who_lacks_a_place_waits_but_not_for_ever() -> None:
     assert len(kv.ops) == 3, "each is named once"
     waiting[0].held = True  # it waits for a tool, and takes nobody's place
     assert [s.seq_id for s in policy.order(running[:1], waiting)] == [0, 2, 3, 4, 5]
+
+
+@cache
+def cut_alone(selector: str, kept: str, block_size: int) -> dict[str, Any]:
+    """Tokens of each request by itself, with the adapter of its place."""
+    spec, _ = specs.make("llama_gqa")
+    found = {}
+    for i, r in enumerate(kv_selection.workload(spec.vocab_size)):
+        knobs = Knobs(block_size=block_size, num_blocks=512 // block_size, budget=512, prefix_cache="none")
+        asked = adapted(r, (None, *range(COUNT))[i % (COUNT + 1)])
+        found[r.request_id] = run(cut_engine(knobs, selector, kept), [asked])[r.request_id].tokens
+    return found
+
+
+def cut_engine(knobs: Knobs, selector: str, kept: str, **more: Any) -> Any:
+    spec, weights = specs.make("llama_gqa")
+    knobs.selector, knobs.kept, knobs.adapters, knobs.adapters_held = selector, kept, 4, 4
+    knobs.selector_config = kv_selection.settings_of(selector)
+    return real_engine(spec, weights, knobs, load_adapter=lambda ref: parts("llama_gqa", int(ref.path)), **more)
+
+
+@pytest.mark.parametrize("selector", ["snapkv", "h2o"])
+def test_what_is_forgotten_follows_the_request_and_its_adapter_alone(selector: str) -> None:
+    """Selectors read keys that adapters made: preempted, forked, sharing prefixes or not, beside others or alone."""
+    spec, _ = specs.make("llama_gqa")
+    rng = random.Random(f"cut-{selector}")
+    for _ in range(draws(1, 8)):
+        knobs = kv_selection.draw_knobs(rng, selector, "40%", 0)
+        core = cut_engine(knobs, selector, "40%")
+        asked = [
+            adapted(r, (None, *range(COUNT))[i % (COUNT + 1)])
+            for i, r in enumerate(kv_selection.workload(spec.vocab_size))
+        ]
+        collector = disturbed(core, asked, rng, kv_selection.CONTROLS, note=knobs)
+        assert core.kv.selections.num_cut > 0
+        alone = cut_alone(selector, "40%", knobs.block_size)
+        assert {i: collector.requests[i].tokens for i in alone} == alone, knobs
+        assert_idle(core)
+    assert cut_alone(selector, "40%", 4) != cut_alone(selector, "100%", 4), "a cut that changes nothing proves nothing"
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_events_of_blocks_name_the_adapter_that_made_them(tells: bool) -> None:
+    follower = Follower(include_token_ids=tells)
+    spec, weights = specs.make("llama_gqa")
+    knobs = Knobs(block_size=4, num_blocks=64, adapters=2, adapters_held=3, prefix_cache="radix", offload=True)
+    knobs.host_blocks = 16
+    load_adapter = lambda ref: parts("llama_gqa", int(ref.path))  # noqa: E731
+    core = real_engine(spec, weights, knobs, load_adapter=load_adapter, events=follower)
+    follower.follow(core)
+    rng = random.Random(4)
+    asked = {n: [request([rng.randrange(3, 60) for _ in range(20)], request_id=f"{n}-{i}", max_tokens=4)
+                 for i in range(6)] for n in (None, 0, 1)}  # fmt: skip
+    for n, each in asked.items():
+        for r in each:
+            run(core, [adapted(r, n)])
+    core.publish()
+    told: dict[int, set[Any]] = {}
+    for event in follower.heard:
+        if isinstance(event, BlockStored):
+            for name in event.block_hashes:
+                told.setdefault(name, set()).add((event.lora_id, event.lora_name))
+    numbers = {None: (None, None)} | {n: (number_of(ref_of(n)), f"named {n}") for n in (0, 1)}
+    assert all(len(each) == 1 for each in told.values()), "in every medium the same"
+    assert Counter(next(iter(each)) for each in told.values()) == {numbers[n]: 6 * 5 for n in (None, 0, 1)}
+    assert {event.medium for event in follower.heard if isinstance(event, BlockStored)} == {DEVICE, HOST}
+
+
+def test_decisions_are_read_with_the_adapter(tmp_path: Path) -> None:
+    asked = LoRARequest("a", 1, str(nano_folder(tmp_path / "a", 1)))
+    llm = LLM(nano(), enable_lora=True, ops="ref", max_model_len=256)
+    question = [DecisionQuestion("predicate", "Is the fox happy?")]
+    found = [
+        llm.decide("The fox saw a bird and was happy.", question, min_label_mass=0, lora_request=own)[0]
+        for own in (None, asked, None)
+    ]
+    assert found[0].probabilities == found[2].probabilities != found[1].probabilities
+
+
+def test_J27_an_adapter_is_merged_by_the_share_of_steps_that_have_it_alone() -> None:
+    policy, kv = WithAdapters(Fcfs(), 4, 0.5), _Kv()
+    policy.begin_step(0.0, kv)
+
+    def steps(count: int, *numbers: int | None) -> list[Any]:
+        seqs = [
+            Sequence(i, adapted(request([1, 2], request_id=str(i), max_tokens=3), n), i) for i, n in enumerate(numbers)
+        ]
+        kv.ops.clear()
+        for _ in range(count):
+            policy.order(seqs, [])
+        return [(op.adapter.path, op.merge) for op in kv.ops]
+
+    assert steps(15, 1, 1) == []
+    assert steps(1, 1, 1) == [("1", True)], "half of 32 steps"
+    assert steps(24, 1, 2) == [], "a quarter of 32 is left: it stays"
+    assert steps(1, 1, None) == [("1", False)], "seven are"
+    assert steps(10, 1, 2) == []
+    assert steps(16, None) == [], "nobody's adapter is nothing to be merged"
+    assert steps(15, 3) == []
+    assert steps(1, 3) == [("3", True)]
+    assert steps(16, 2) == [("2", True)], "another one takes its place"
+
+
+@pytest.mark.skipif(not ISAS, reason="no native library")
+def test_J27_merging_follows_from_the_intake_and_a_log_replays_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    spec, weights = specs.make("llama_gqa")
+    knobs = Knobs(num_blocks=64, budget=16, adapters=2, adapters_held=3, ops="native", merge=0.25)
+    core = real_engine(spec, weights, knobs, load_adapter=lambda ref: parts("llama_gqa", int(ref.path)))
+    merged: list[int] = []
+    inner = AdaptedNative.merge
+    monkeypatch.setattr(AdaptedNative, "merge", lambda self, n, own: (merged.append(n), inner(self, n, own))[1])
+    core.recorder = Recorder()
+    rng, emitted = random.Random(2), []
+    todo = [adapted(request([rng.randrange(3, 60) for _ in range(9)], max_tokens=20), n) for n in [1] * 3 + [0, None]]
+    while todo or core.has_work:
+        if todo and not core.has_work:
+            core.add(todo.pop(0))
+        emitted += core.step()
+    assert len(merged) >= 2
+    assert max(merged) >= 0, "somebody was"
+    core.recorder.save(tmp_path / "run.log")
+    assert replay(load(tmp_path / "run.log"), lambda e, c: plain_core(spec, knobs, e, c), depth=1) == emitted
+
+
+def test_J27_bases_that_would_round_the_sum_are_refused() -> None:
+    with pytest.raises(ConfigError, match="weights of float32 by native kernels"):
+        LLM(nano(), enable_lora=True, ops="ref", max_model_len=64, lora_merge_threshold=0.5)
+    if ISAS:
+        with pytest.raises(ConfigError, match="weights of float32 by native kernels"):
+            LLM(nano(), enable_lora=True, ops="native", max_model_len=64, lora_merge_threshold=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,21 @@ def test_E18_nf4_is_what_bitsandbytes_stores_and_nearer_to_normal_weights_than_i
     assert np.array_equal(again[".weight"], known.parts[".weight"].numpy())
 
 
+def served(out: Path, base: Path, changed: Any, texts: Sequence[Any]) -> float:
+    """Mean loss of the texts' tokens behind the second, of the base with what was written of `changed`."""
+    write_safetensors(out / "adapter_model.safetensors", changed.tensors())
+    (out / "adapter_config.json").write_text(json.dumps(changed.config()))
+    llm = LLM(base, enable_lora=True, ops="ref", max_model_len=64)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+    asked = LoRARequest("x", 1, str(out))
+    outs = llm.generate([{"prompt_token_ids": t.token_ids} for t in texts], params, lora_request=asked)
+    losses = [
+        -one.prompt_logprobs[i][text.token_ids[i]].logprob  # type: ignore[index]
+        for text, one in zip(texts, outs, strict=True) for i in range(2, 16)
+    ]  # fmt: skip
+    return float(np.mean(losses))
+
+
 def test_E18_an_adapter_is_trained_over_a_frozen_nf4_base_and_served_over_it(tmp_path: Path) -> None:
     folder = stored_pico(tmp_path / "nf4", nf4_parts, NF4)
     base = open_model(folder)
@@ -246,17 +261,7 @@ def test_E18_an_adapter_is_trained_over_a_frozen_nf4_base_and_served_over_it(tmp
     now = loss(trainer, fresh)
     assert now < 0.7 * was, (was, now)
     assert (folder / "model.safetensors").read_bytes() == before
-    write_safetensors(tmp_path / "adapter_model.safetensors", changed.tensors())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(changed.config()))
-    llm = LLM(folder, enable_lora=True, ops="ref", max_model_len=64)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-    asked = LoRARequest("x", 1, str(tmp_path))
-    outs = llm.generate([{"prompt_token_ids": t.token_ids} for t in fresh], params, lora_request=asked)
-    served = [
-        -out.prompt_logprobs[i][text.token_ids[i]].logprob  # type: ignore[index]
-        for text, out in zip(fresh, outs, strict=True) for i in range(2, 16)
-    ]  # fmt: skip
-    assert abs(float(np.mean(served)) - now) < 1e-4
+    assert abs(served(tmp_path, folder, changed, fresh) - now) < 1e-4
 
 
 def gptq_parts(weight: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -299,8 +304,9 @@ def test_E19_scales_alone_are_tuned_to_a_task(tmp_path: Path) -> None:
     assert tensors["model.layers.0.self_attn.q_proj.scales"].shape == (96, 2)
     assert {x.dtype for x in tensors.values()} == {np.dtype(np.float16)}
     assert sum(x.nbytes for x in tensors.values()) < 0.2 * (folder / "model.safetensors").stat().st_size
-    # Codes as they were, scales as they are written: the same loss.
+    # Codes as they were, scales as they are written: the same loss, here and where they are served.
     assert abs(loss(trainer, fresh) - now) < 1e-6
+    assert abs(served(tmp_path, folder, changed, fresh) - now) < 1e-4
 
 
 def test_what_cannot_be_trained_is_said_in_a_sentence() -> None:

@@ -173,3 +173,41 @@ def test_J25_over_a_rounded_base_rows_keep_their_bits(backend: str, scheme: str)
     off, change = float(np.abs(both["a"] - wanted).max()), float(np.abs(wanted - base).max())
     assert off < 2 * float(np.abs(plain - base).max()) + 0.01, "rounding of the base is all that differs"
     assert change > 2 * off or scheme != "int8-w8a8"
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", [SCALED, "llama_biased", "layernorm"])
+def test_J27_a_merged_adapter_gives_the_same_within_rounding(name: str, backend: str) -> None:
+    """Steps of it alone run on merged weights; those with anybody else keep their bits."""
+    spec, _ = model(name)
+    adapters = {n: made(spec, n, rank=2 + 3 * n, share=0.8) for n in (0, 1)}
+    plain, merged = (paged(name, backend, adapters=adapters) for _ in range(2))
+    assert merged.program.merges
+    merged.program.merge(1, adapters[1])
+    for run in (plain, merged):
+        run.adapters = {"a": 1, "b": 1, "c": 0, "d": 1}
+    work = {s: (text(name, i), range(17)) for i, s in enumerate(("a", "b"))}
+    wanted, found = ({s: x.copy() for s, x in run.run(work).items()} for run in (plain, merged))
+    for s, rows in wanted.items():
+        assert 0 < np.abs(found[s] - rows).max() < 1e-4 * np.abs(rows).max(), "the sums are others"
+    work = {s: (text(name, i), range(17)) for i, s in enumerate(("c", "d", "none"))}
+    mixed = {s: x.copy() for s, x in plain.run(work).items()}
+    for s, rows in merged.run(work).items():
+        np.testing.assert_array_equal(rows, mixed[s])
+    merged.program.drop(1)
+    merged.program.put(1, merged.program.prepare(adapters[1]))
+    assert merged.program._merged is None
+    np.testing.assert_array_equal(merged.one_go("e", text(name, 1)), plain.one_go("e", text(name, 1)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_draft_heads_read_hidden_states_behind_a_step_that_only_adapters_have_run(backend: str) -> None:
+    spec, _ = specs.make("llama_gqa")
+    hidden = np.random.default_rng(1).normal(0, 1, (3, spec.hidden_size)).astype(np.float32)
+    plain, run = paged("llama_gqa", backend), paged("llama_gqa", backend, adapters={0: made(spec, 0)})
+    run.adapters = {"a": 0}
+    found = []
+    for one in (plain, run):
+        one.one_go("a", text("llama_gqa", 0))
+        found.append(one.program.run_head(hidden, one.planes).copy())
+    np.testing.assert_array_equal(*found)

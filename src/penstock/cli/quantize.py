@@ -1,4 +1,5 @@
-"""`penstock quantize MODEL`: what every scheme of quantisation would cost and save, on a text."""
+"""`penstock quantize MODEL`: what every scheme of quantisation would cost and save, on a text; or a fine-tuned model's
+difference to MODEL, in few bits, as an adapter."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED = 0, 1
 DEFAULT = "int8-w8a8,int8-wo,int4-w4a8,int4-wo"
 MAX_TEXT_BYTES = 64 << 20
+_SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prepare", action="store_true", help="measure nothing: pack the weights, so that the next start maps them"
     )
-    parser.add_argument("--out", metavar="FOLDER", help="where --prepare puts them (default: the cache)")
+    parser.add_argument(
+        "--delta-of",
+        metavar="TUNED",
+        help="measure nothing: write what this fine-tuned model has more than MODEL to --out",
+    )
+    parser.add_argument("--delta-bits", type=int, default=1, choices=(1, 2, 4, 8), help="of its codes (default: 1)")
+    parser.add_argument(
+        "--delta-group", type=int, default=0, choices=(0, 32, 64, 128),
+        help="inputs that share a scale there; 0: all of a row (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where --prepare puts packed weights (default: the cache), --delta-of a delta"
+    )
     add_engine_arguments(parser, model_positional=True)
 
 
@@ -46,8 +60,12 @@ def quantize(args: argparse.Namespace) -> int:
     schemes = _schemes(args.schemes)
     if args.prepare:
         return _prepare(args, schemes)
+    if args.delta_of is not None:
+        if args.out is None:
+            raise InputError("--delta-of needs --out, the folder of the adapter that is written", param="out")
+        return _write_delta(args)
     if args.out is not None:
-        raise InputError("--out says where --prepare puts packed weights; add --prepare, or leave it away", param="out")
+        raise InputError("--out is for --prepare and --delta-of; add one of them, or leave it away", param="out")
     name, text = _text(args.text)
     model = load(from_args(with_default_model(args)))
     return _measure(args, model, schemes, name, text)
@@ -164,6 +182,32 @@ def _cells(m: Measured) -> list[str]:
 
 def _between(interval: Interval | None, shape: str) -> str:
     return "" if interval is None else f"\n{interval[0]:{shape}}…{interval[1]:{shape}}"
+
+
+def _write_delta(args: argparse.Namespace) -> int:
+    from penstock.cli.run import with_default_model
+    from penstock.config.load import from_args
+    from penstock.families.registry import open_model
+    from penstock.launch.hub import local_path
+    from penstock.model.adapted import adaptable
+    from penstock.report.files import progress
+    from penstock.weights.adapters import model_sites
+    from penstock.weights.delta import write_delta
+
+    model = from_args(with_default_model(args)).model
+    base, tuned = (open_model(local_path(name, model.revision)) for name in (model.model, args.delta_of))
+    sites = model_sites(base.weights, base.spec, adaptable(base.spec))
+    with progress("modules", len(sites)) as advance:
+        found = write_delta(
+            base, tuned, sites, Path(args.out), bits=args.delta_bits, group=args.delta_group, name=model.model,
+            progress=advance,
+        )  # fmt: skip
+    lost = f"{found.lost:.1%} of the squared difference lost"
+    print(f"{args.out}: {found.modules} modules, {found.num_bytes:,} bytes; {lost}")
+    if found.left_out:
+        names = ", ".join(found.left_out[:_SHOWN]) + (", ..." if len(found.left_out) > _SHOWN else "")
+        print(f"left out: {len(found.left_out)} weights that differ and are no products of layers: {names}")
+    return EXIT_OK
 
 
 def _prepare(args: argparse.Namespace, schemes: Sequence[Scheme]) -> int:

@@ -396,7 +396,7 @@ class EngineConfig:
         where = self.execution.packed_weights
         by_layer = self.execution.weight_memory_bytes is not None or where == "streamed"
         moving = by_layer or self.execution.expert_memory_bytes is not None
-        check_lora(self.lora, cache.kv_offload_format, cache.kv_events_config, moving=moving)
+        check_lora(self.lora, cache.kv_offload_format, moving=moving)
         parse_rope_scaling(self.model.rope_scaling)
         parse_speculative(self.execution.speculative_config)
         if cache.kv_cache_dtype != "auto":

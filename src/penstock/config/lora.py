@@ -42,6 +42,14 @@ class LoraConfig(Section):
         minimum=0.0, maximum=1.0,
     )  # fmt: skip
 
+    lora_merge_threshold: float | None = setting(
+        None,
+        "From which share of the last 32 steps having one adapter alone on that is merged into a copy of the weights "
+        "(float32; sums are rounded otherwise then, within 1e-4). By default never.",
+        above=0.0,
+        maximum=1.0,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -61,7 +69,7 @@ class LoraConfig(Section):
         return int(self.lora_memory * 2**30)
 
 
-def check_lora(lora: LoraConfig, offload_format: str, events: str | None, *, moving: bool = False) -> None:
+def check_lora(lora: LoraConfig, offload_format: str, *, moving: bool = False) -> None:
     """Raises: ConfigError for what does not go with adapters. `moving`: layers of weights, or experts,
     come and go."""
     if not lora.enable_lora:
@@ -77,12 +85,6 @@ def check_lora(lora: LoraConfig, offload_format: str, events: str | None, *, mov
         raise ConfigError(
             "enable_lora: kv_offload_format hidden makes keys and values again with the model's own products, and "
             "adapters change those; use plain",
-            field="enable_lora",
-        )
-    if events is not None:
-        raise ConfigError(
-            "enable_lora: events of KV blocks (kv_events_config) name no adapters yet, so that routers would take "
-            "blocks of one for those of another; leave one of the two away",
             field="enable_lora",
         )
 

@@ -11,11 +11,12 @@ from penstock.base.hashing import digest
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An adapter by what is in it: `hash` of its numbers, and the folder `path` where a rank finds them. `num_bytes`:
-    of the numbers."""
+    of the numbers; `name`: what the request calls it, for people."""
 
     hash: bytes
     path: str
     num_bytes: int = 0
+    name: str = ""
 
 
 class LoRARequest(NamedTuple):
@@ -24,6 +25,11 @@ class LoRARequest(NamedTuple):
     lora_name: str
     lora_int_id: int
     lora_path: str
+
+
+def number_of(adapter: AdapterRef) -> int:
+    """A positive number of 31 bits, the same for one content everywhere."""
+    return int.from_bytes(adapter.hash[-4:], "big") & 0x7FFFFFFF or 1
 
 
 def namespace_of(namespace: bytes, adapter: AdapterRef | None) -> bytes:

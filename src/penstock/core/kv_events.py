@@ -21,7 +21,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
             a text, or (media other than the device) they need not follow one another.
         token_ids: of all blocks, one after the other; empty where they are not told.
         block_size: tokens of a block.
-        lora_id, lora_name: always None; there are no adapters.
+        lora_id, lora_name: of the adapter that the blocks belong to, None: of none. The number is of its content
+            (`core.adapter.number_of`), the name that by which the request that computed them called it.
         medium: where they are.
     """
 

@@ -153,9 +153,11 @@ class BlendOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):
 
 
 class AdapterOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
-    """Somebody who waits has this adapter: read it beside the steps. No page moves."""
+    """Somebody who waits has this adapter: read it beside the steps. No page moves. `merge`: steps of it alone run on
+    weights with the adapter in them from now on (True), on the model's own again (False)."""
 
     adapter: AdapterRef
+    merge: bool | None = None
 
 
 OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp | AdapterOp

@@ -1,4 +1,5 @@
-"""Adapter folders as PEFT writes them: adapter_config.json and the header of adapter_model.safetensors.
+"""Adapter folders as PEFT writes them: adapter_config.json and the header of adapter_model.safetensors; and folders of
+scale sets and deltas, which have the same two files (docs/concepts/adapters.md).
 
 Source: github.com/huggingface/peft, `LoraConfig` and `save_pretrained`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +40,15 @@ _PATTERN = re.compile(r"[\w.-]+\Z")
 _MAX_PATTERN = 300
 
 
+SCALES, DELTA = "PEQA", "DELTA"
+BITS, DELTA_GROUPS = (1, 2, 4, 8), (0, 32, 64, 128)
+"""Of the codes of a delta, and inputs that share a scale there; 0: all of a row."""
+_CODED_ROLES = {SCALES: ("scales",), DELTA: ("codes", "scales", "bias")}
+
+
 class PeftModule(NamedTuple):
-    """One adapted module: its tensors by role (a, b, b_bias, magnitude, bias), and what A and B are multiplied by."""
+    """One adapted module: its tensors by role (a, b, b_bias, magnitude, bias; scales; codes, scales, bias), and what A
+    and B are multiplied by."""
 
     tensors: dict[str, TensorRef]
     factor: float
@@ -52,10 +61,16 @@ class PeftFolder(NamedTuple):
     base: str
     max_rank: int
     modules: dict[str, PeftModule]
+    kind: str = "LORA"
+    bits: int = 0
+    group: int = 0
+    """Of a delta."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for module in self.modules.values() for t in module.tensors.values())
+        """In memory, where codes of one bit take two."""
+        tensors = [item for module in self.modules.values() for item in module.tensors.items()]
+        return sum(t.nbytes * (2 if role == "codes" and self.bits == 1 else 1) for role, t in tensors)
 
 
 def read_peft(path: Path) -> PeftFolder:
@@ -63,7 +78,9 @@ def read_peft(path: Path) -> PeftFolder:
     if not path.is_dir():
         raise ModelError(f"{quoted(path)} is no folder; an adapter is one with {CONFIG_NAME} and {WEIGHTS_NAME}")
     config = read_json_object(path / CONFIG_NAME, CONFIG_LIMIT_BYTES)
-    _check_kind(path, config)
+    kind = config.get("peft_type")
+    if kind not in _CODED_ROLES:
+        _check_kind(path, config)
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         pickled = next((name for name in _PICKLES if (path / name).exists()), None)
@@ -73,6 +90,8 @@ def read_peft(path: Path) -> PeftFolder:
                 f"save it as {WEIGHTS_NAME}"
             )
         raise ModelError(f"{quoted(path)} has no {WEIGHTS_NAME}")
+    if kind in _CODED_ROLES:
+        return _read_coded(path, config, kind, read_safetensors(weights))
     found: dict[str, dict[str, TensorRef]] = {}
     for name, tensor in read_safetensors(weights).items():
         module, role = _role(path, name)
@@ -85,10 +104,37 @@ def read_peft(path: Path) -> PeftFolder:
     return PeftFolder(path, str(config.get("base_model_name_or_path") or ""), max(ranks), modules)
 
 
+def _read_coded(path: Path, config: dict[str, Any], kind: str, tensors: Mapping[str, TensorRef]) -> PeftFolder:
+    found: dict[str, dict[str, TensorRef]] = {}
+    for name, tensor in tensors.items():
+        module, _, role = name.removeprefix(_PREFIX).rpartition(".")
+        if role not in _CODED_ROLES[kind]:
+            roles = ", ".join(_CODED_ROLES[kind])
+            raise UnsupportedError(f"{quoted(path)} has the tensor {quoted(name)}; those of a {kind} end in {roles}")
+        found.setdefault(module, {})[role] = tensor
+    for name, own in found.items():
+        if "scales" not in own or ("codes" in own) != (kind == DELTA):
+            raise ModelError(f"module {quoted(name)} of {quoted(path)} has one of codes and scales without the other")
+    modules = {name: PeftModule(own, 1.0) for name, own in sorted(found.items())}
+    if not modules:
+        raise ModelError(f"{quoted(path / WEIGHTS_NAME)} is empty")
+    _check_targets(path, config.get("target_modules"), modules)
+    bits, group = (config.get("bits"), config.get("group_size")) if kind == DELTA else (0, 0)
+    if kind == DELTA and (bits not in BITS or group not in DELTA_GROUPS or isinstance(bits, bool)):
+        raise ModelError(
+            f"{quoted(path)} has bits {quoted(bits)} and group_size {quoted(group)}; bits are one of "
+            f"{', '.join(map(str, BITS))}, groups one of {', '.join(map(str, DELTA_GROUPS))}"
+        )
+    base = str(config.get("base_model_name_or_path") or "")
+    return PeftFolder(path, base, 0, modules, kind, int(bits or 0), int(group or 0))
+
+
 def _check_kind(path: Path, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(f"{quoted(path)} is an adapter of kind {quoted(kind)}; LORA is what can be served")
+        raise UnsupportedError(
+            f"{quoted(path)} is an adapter of kind {quoted(kind)}; LORA, PEQA and DELTA are what can be served"
+        )
     for name, what in _NO_PLACE.items():
         if config.get(name):
             raise UnsupportedError(f"{quoted(path)} has {name}: {what}")
@@ -177,7 +223,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 def _check_targets(path: Path, targets: object, modules: dict[str, PeftModule]) -> None:
     """Raises ModelError for a target that has no weights, or weights of no target."""
-    paired = [name for name, module in modules.items() if "a" in module.tensors]
+    paired = [name for name, module in modules.items() if {"a", "scales"} & set(module.tensors)]
     if isinstance(targets, str):
         strange = [] if targets == "all-linear" else [name for name in paired if not _matches(targets, name)]
         if strange:

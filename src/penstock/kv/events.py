@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core import page_ops
+from penstock.core.adapter import number_of
 from penstock.core.kv_events import DEVICE, DISK, HOST, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.kv.block_names import BlockNames
 from penstock.kv.block_texts import BlockTexts, TextRun
@@ -50,6 +51,9 @@ class EventRecorder:
             index.keeps_changes = True
         self._device: dict[Slabs, int] = {}
         self._host: dict[Slabs, int] = {}
+        self._adapters: dict[int, tuple[int, str]] = {}
+        self._places: Counter[int] = Counter()
+        """Of blocks with an adapter: its number and name, and in how many media they are."""
         self._events: list[KVEvent] = [AllBlocksCleared()]  # whoever followed another engine here starts afresh
 
     def entered(self, seq: Seq, first: int, blocks: Sequence[Slabs]) -> None:
@@ -58,6 +62,8 @@ class EventRecorder:
         names = self._names.of(seq, end)
         hashes = [hash_of(name) for name in names[first:end]]
         self._device.update(zip(blocks, hashes, strict=True))
+        if (adapter := seq.request.rules.adapter) is not None:
+            self._adapters.update(dict.fromkeys(hashes, (number_of(adapter), adapter.name)))
         parent = hash_of(names[first - 1]) if first else None
         if self._texts is None:
             self._tell(TextRun(hashes, parent, []), DEVICE)
@@ -90,6 +96,8 @@ class EventRecorder:
         if not self._stores:
             self._events = [AllBlocksCleared()]  # whatever was told before in this step is void
             self._texts = None if self._texts is None else BlockTexts()
+            self._adapters.clear()
+            self._places.clear()
         else:
             self._removed(list(self._device.values()), DEVICE)
             self._removed(list(self._host.values()), HOST)
@@ -126,11 +134,24 @@ class EventRecorder:
 
     def _tell(self, run: TextRun, medium: str) -> None:
         size = self._names.block_size
-        self._events.append(BlockStored(run.hashes, run.parent, run.tokens, size, None, medium, None))
+        if not self._adapters:
+            self._events.append(BlockStored(run.hashes, run.parent, run.tokens, size, None, medium, None))
+            return
+        # Blocks that are told with their parent or tokens are of one text, and so of one adapter.
+        for adapter, each in groupby(run.hashes, self._adapters.get):
+            hashes, (number, name) = list(each), adapter or (None, None)
+            self._events.append(BlockStored(hashes, run.parent, run.tokens, size, number, medium, name))
+            if adapter is not None:
+                self._places.update(hashes)
 
     def _removed(self, hashes: list[int], medium: str) -> None:
         if not hashes:
             return
+        for name in hashes if self._adapters else ():
+            self._places[name] -= 1
+            if self._places[name] <= 0:
+                del self._places[name]
+                self._adapters.pop(name, None)
         if self._texts is not None:
             self._texts.removed(hashes)
             if not self._stores:

@@ -240,7 +240,7 @@ def engine_core(
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 
-        policy = WithAdapters(policy, config.lora.max_loras)
+        policy = WithAdapters(policy, config.lora.max_loras, config.lora.lora_merge_threshold)
     scheduler = Scheduler(
         kv,
         policy,

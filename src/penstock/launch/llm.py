@@ -244,14 +244,17 @@ class LLM:
         temperature: float = 1.0,
         min_label_mass: float = MIN_LABEL_MASS,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
     ) -> list[Judgement]:
         """Answers to typed questions about a text or a conversation, in their order (`text.decisions`).
 
         Nothing is generated: the model's probabilities of labels are read where its answer would begin. The first
-        question computes what all share, the others find it in the prefix cache. Raises InputError.
+        question computes what all share, the others find it in the prefix cache. `lora_request`: an adapter that the
+        answers are read with. Raises InputError.
         """
         kwargs = {**PLAIN_KWARGS, **(chat_template_kwargs or {})}
+        adapter = self._adapters(lora_request, 1)[0]
 
         def encode(messages: Sequence[Message]) -> _Tokens:
             return self._chat_tokens(messages, chat_template_kwargs=kwargs)
@@ -260,7 +263,8 @@ class LLM:
             made = []
             for prompt, before, tokens in asked:
                 params = label_params(tokens)
-                made.append((*self._request(replace(prompt, ids=[*prompt.ids, *before]), params), params))
+                whole = replace(prompt, ids=[*prompt.ids, *before])
+                made.append((*self._request(whole, params, adapter=adapter), params))
             return self._run(made, use_tqdm)
 
         tokenizer, vocab_size = self.get_tokenizer(), self._engine.limits.vocab_size
@@ -496,7 +500,7 @@ class LLM:
         if len(each) != count:
             raise InputError(f"{count} prompts came with {len(each)} lora_requests; give one, or one for each",
                              param="lora_request")  # fmt: skip
-        return [requested(self._engine.adapters, None if one is None else one.lora_path) for one in each]
+        return [requested(self._engine.adapters, one) for one in each]
 
     def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[_Tokens]:
         return [self._tokens(p) for p in ([prompts] if isinstance(prompts, str | Mapping) else prompts)]

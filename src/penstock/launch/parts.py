@@ -23,7 +23,7 @@ from penstock.launch.kv_store import addresses_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
-from penstock.model.forward import AdaptingForward, Forward, LayeredForward, StepLimits, WarmedForward
+from penstock.model.forward import AdaptingForward, Forward, LayeredForward, MergingForward, StepLimits, WarmedForward
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes
 from penstock.plan.resolve import Plan
@@ -113,7 +113,13 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         from penstock.runner.adapters import RankAdapters  # nobody else needs it at the start
 
         assert isinstance(parts.forward, AdaptingForward), "why_not has looked"
-        lora = config.lora
+        lora, forward = config.lora, parts.forward
+        if lora.lora_merge_threshold is not None and not (isinstance(forward, MergingForward) and forward.merges):
+            raise ConfigError(
+                "lora_merge_threshold: adapters are merged into weights of float32 by native kernels (ops native, "
+                "dtype float32, no quantization); leave it away",
+                field="lora_merge_threshold",
+            )
         storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)

@@ -113,6 +113,19 @@ class AdaptingForward(Forward, Protocol):
 
 
 @runtime_checkable
+class MergingForward(AdaptingForward, Protocol):
+    """One that can hold its weights once more, with an adapter in them."""
+
+    merges: bool
+    """Whether they are numbers that sums go into without being rounded to 16 bits."""
+
+    def merge(self, number: int, parts: Mapping[str, LowRank]) -> None:
+        """Steps in which everybody has adapter `number`, which is `parts`, run on weights with it in them, until it is
+        dropped; -1: none do."""
+        ...
+
+
+@runtime_checkable
 class ObservedForward(Forward, Protocol):
     """A model that was built to show its queries (`model.builder.build`, `observe`)."""
 

@@ -214,7 +214,9 @@ def _side_by_side(graph: Graph, node: Node, gate: Node, up: Node, adapts: Sequen
     pair = Node("linear", [gate.inputs[0]], weights=gate.weights, layer=gate.layer)
     pair.more = {"parts": [*gate.more["parts"], *up.more["parts"]], "pair": True, "factor": 1.0}
     last = pair.out = Value(pair, 2 * PAIR * -(-gate.out.width // PAIR), gate.out.rows)
-    graph.nodes.insert(min(graph.nodes.index(gate), graph.nodes.index(up)), pair)
+    at = min(graph.nodes.index(gate), graph.nodes.index(up))
+    graph.nodes.insert(at, pair)
+    graph.head += at < graph.head
     for half, own in enumerate(adapts, 1):
         if own is not None:
             own.more["half"] = half, own.inputs[1].width

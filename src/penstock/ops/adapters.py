@@ -1,6 +1,8 @@
-"""What low-rank adapters do to products, and the reference of it.
+"""What adapters do to products, and the reference of it.
 
-Source: Hu et al., "LoRA", arXiv 2106.09685; rows of many adapters in one step: Chen et al., "Punica", arXiv 2310.18547.
+Source: Hu et al., "LoRA", arXiv 2106.09685; rows of many adapters in one step: Chen et al., "Punica", arXiv 2310.18547;
+scale sets: Kim et al., "PEQA", arXiv 2305.14152; coded differences: Isik et al., "GPT-Zip", 2023, and Liu et al.,
+"BitDelta", arXiv 2402.10193.
 """
 
 from __future__ import annotations
@@ -13,16 +15,28 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.ops.plan import I32
+from penstock.ops.ref.product import linear
 from penstock.ops.step import Step
+from penstock.ops.stored import StoredMatrix
 
 Numbers = npt.NDArray[Any]
+
+
+class Rescaled(NamedTuple):
+    """The codes of W with other scales: `scales` [N, G], of the type that W's have. `matrix`: W so; None where W's
+    codes are made when it is packed, which only native programs do. `bias`: of the product."""
+
+    scales: Numbers
+    matrix: StoredMatrix | None
+    bias: F32 | None
 
 
 class LowRank(NamedTuple):
     """What one adapter makes of y = x W^T + bias: y * gain + shift + factor * ((x a^T) b^T).
 
     Shapes: a [r, K], b [N, r] of one type (float32, float16, bfloat16 bits as uint16), r 0 if there is no product; gain
-    and shift float32 [N], or None.
+    and shift float32 [N], or None. `codes`: before that, y becomes the product with other scales, or x codes^T is
+    added.
     """
 
     a: Numbers
@@ -30,11 +44,13 @@ class LowRank(NamedTuple):
     factor: float
     gain: F32 | None = None
     shift: F32 | None = None
+    codes: Rescaled | StoredMatrix | None = None
 
     @property
     def num_bytes(self) -> int:
         vectors = [v.nbytes for v in (self.gain, self.shift) if v is not None]
-        return self.a.nbytes + self.b.nbytes + sum(vectors)
+        codes = self.codes.scales if isinstance(self.codes, Rescaled) else self.codes
+        return self.a.nbytes + self.b.nbytes + sum(vectors) + (0 if codes is None else codes.nbytes)
 
 
 class AdapterTable(Protocol):
@@ -91,7 +107,7 @@ def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:
             continue
         a, up = (widen(m) if m.dtype == np.uint16 else m.astype(np.float32) for m in (part.a, part.b))
         for t in range(step.bounds[b], step.bounds[b + 1]):
-            row = out[t]
+            row = out[t] if part.codes is None else _coded(x[t : t + 1], out[t], part.codes)
             if part.gain is not None:
                 row = row * part.gain
             if part.shift is not None:
@@ -100,6 +116,15 @@ def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:
                 row = row + up @ (np.float32(part.factor) * (a @ x[t]))
             out[t] = row
     return out
+
+
+def _coded(x: F32, row: F32, codes: Rescaled | StoredMatrix) -> F32:
+    if isinstance(codes, Rescaled):
+        assert codes.matrix is not None, "the reference has no codes but those of files"
+        whole: F32 = linear(x, codes.matrix, codes.bias)[0]
+        return whole
+    more: F32 = row + linear(x, codes)[0]
+    return more
 
 
 def tokens_of(numbers: I32, query_start_loc: I32) -> I32:

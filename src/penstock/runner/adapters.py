@@ -18,7 +18,7 @@ from penstock.base.clock import Clock
 from penstock.base.errors import EngineError, PenstockError
 from penstock.core.adapter import AdapterRef
 from penstock.core.batch import RowError, ScheduledRow, SchedulerOutput, StepOutput
-from penstock.model.forward import AdaptingForward
+from penstock.model.forward import AdaptingForward, MergingForward
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import StepPlan
 
@@ -64,6 +64,19 @@ class RankAdapters:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "penstock-adapters")
         self._held[ref.hash] = _Held(ref, self._pool.submit(self._read, ref), used=self._tick)
+
+    def merge(self, ref: AdapterRef | None) -> None:
+        """Steps in which everybody has this one run on weights with it; None: no steps do. One that cannot be read, or
+        leaves memory, is not merged. Mutates: the model."""
+        assert isinstance(self._forward, MergingForward), "the plan has looked"
+        held = None if ref is None else self._held.get(ref.hash)
+        if ref is None or held is None or held.number < 0:
+            self._forward.merge(-1, {})
+            return
+        try:
+            self._forward.merge(held.number, self._load(ref))
+        except (PenstockError, OSError):
+            self._forward.merge(-1, {})
 
     def begin(self, output: SchedulerOutput) -> None:
         """The rows of the step are there: so are their adapters. Mutates: self, the model's table."""

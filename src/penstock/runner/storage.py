@@ -134,7 +134,10 @@ class Storage:
                 continue
             if isinstance(op, AdapterOp):
                 assert self.adapters is not None, f"{op}: this rank has no adapters"
-                self.adapters.fetch(op.adapter)
+                if op.merge is None:
+                    self.adapters.fetch(op.adapter)
+                else:
+                    self.adapters.merge(op.adapter if op.merge else None)
                 continue
             if isinstance(op, OutsideOp):
                 assert self.outside is not None, f"{op}: there is no such tier"

@@ -7,6 +7,7 @@ Source: Sheng et al., S-LoRA, arXiv 2311.03285, sections 4.2 (which run) and 5.2
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -16,6 +17,8 @@ from penstock.core.protocols import SchedulingPolicy
 from penstock.core.sequence import Sequence
 
 PATIENCE = 64
+MERGE_WINDOW = 32
+"""Steps over which the share of those that have one adapter alone is counted."""
 WINDOW = 16
 """Adapters of those who wait, the first in the queue first, that are read ahead."""
 
@@ -23,8 +26,12 @@ WINDOW = 16
 class WithAdapters:
     """See `core.protocols.SchedulingPolicy`; all else is as the policy `inner` has it."""
 
-    def __init__(self, inner: SchedulingPolicy, max_adapters: int) -> None:
+    def __init__(self, inner: SchedulingPolicy, max_adapters: int, merge: float | None = None) -> None:
+        """`merge`: from which share of the last steps having one adapter alone on that is merged; None: none ever is.
+        It is taken apart below half of that, so that it does not come and go. Source: Wu et al., dLoRA, OSDI 2024."""
         self._inner, self._max = inner, max_adapters
+        self._merge, self._alone = merge, deque[bytes | None](maxlen=MERGE_WINDOW)
+        self._merged: AdapterRef | None = None
         self._passed: dict[int, int] = {}
         self._named: set[bytes] = set()
         self._kv: Any = None
@@ -39,6 +46,8 @@ class WithAdapters:
         self._inner.begin_step(now_s, kv)
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
+        if self._merge is not None and running:
+            self._weigh(running, self._merge)
         if not waiting:
             self._passed.clear()
             self._named.clear()
@@ -49,6 +58,21 @@ class WithAdapters:
         own = {seq.seq_id for seq in waiting}
         allowed = self._allowed(running, [seq for seq in found if seq.seq_id in own])
         return [seq for seq in found if seq.seq_id in allowed or seq.seq_id not in own]
+
+    def _weigh(self, running: Seq[Sequence], share: float) -> None:
+        """Whose adapter is merged: by what has been scheduled alone, so a replay finds the same."""
+        refs = {None if ref is None else ref.hash: ref for ref in (seq.request.rules.adapter for seq in running)}
+        only = next(iter(refs)) if len(refs) == 1 else None
+        self._alone.append(only)
+        merged = self._merged
+        if merged is not None and self._alone.count(merged.hash) < share / 2 * MERGE_WINDOW:
+            self._kv.outbox.add(AdapterOp(merged, False))
+            self._merged = merged = None
+        if only is not None and self._alone.count(only) >= share * MERGE_WINDOW:
+            ref = refs[only]
+            if ref is not None and (merged is None or merged.hash != only):
+                self._kv.outbox.add(AdapterOp(ref, True))
+                self._merged = ref
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
         return [seq for seq in self._inner.claims(waiting) if seq.seq_id not in self._passed]

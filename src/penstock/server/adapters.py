@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from penstock.base.errors import ConfigError, InputError, ModelError
 from penstock.config.lora import inside
 from penstock.server.errors import WireError
@@ -35,7 +37,7 @@ class Adapters:
         self.names: dict[str, AdapterRef] = {}
         for name, ref in known.items():
             self._check_name(name)
-            self.names[name] = ref
+            self.names[name] = replace(ref, name=name)
 
     def of(self, name: str | None) -> AdapterRef | None:
         return None if name is None else self.names.get(name)
@@ -64,7 +66,7 @@ class Adapters:
         except ModelError as error:
             raise InputError(f"lora_path: {error}", param="lora_path") from None
         self._check_free(name)
-        self.names[name] = ref
+        self.names[name] = replace(ref, name=name)
 
     async def adopt(self, name: str, folder: Path) -> None:
         """One that this server has made; a name that is loaded stays as it is. Raises: InputError, ModelError."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32, widen
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.base.hashing import digest
+from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import Attention, ModelSpec
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import WeightRef
@@ -26,6 +27,8 @@ from penstock.formats.files import quoted, read_exactly
 from penstock.formats.peft import PeftFolder, PeftModule, read_peft
 from penstock.formats.tensor_ref import TensorRef
 from penstock.ops.adapters import LowRank
+from penstock.ops.stored import StoredMatrix
+from penstock.weights.coded_adapters import bias_of, check_coded, coded_part
 from penstock.weights.load import rows_of
 
 Array = npt.NDArray[Any]
@@ -35,12 +38,13 @@ _CHUNK = 256  # rows of a base weight whose norms are worked out at a time
 
 class Site(NamedTuple):
     """A product of the model that is all or a part of a module: `rows` of what the module gives make it, of all
-    `outputs`; it has `inputs`."""
+    `outputs`; it has `inputs`. `format`: of its weight, if that is codes."""
 
     weight: str
     rows: npt.NDArray[np.int64] | None
     outputs: int
     inputs: int
+    format: MatrixFormat | None = None
 
 
 Sites = Mapping[str, list[Site]]
@@ -71,7 +75,8 @@ def sites_of(weights: Mapping[str, WeightRef], products: Mapping[str, tuple[int,
                 continue
             whole = (whole[1], whole[0]) if _is_turned(ref.cut) else whole
             chosen = own
-        found.setdefault(module, []).append(Site(name, chosen, whole[0] if len(whole) == 2 else rows, cols))
+        outputs = whole[0] if len(whole) == 2 else rows
+        found.setdefault(module, []).append(Site(name, chosen, outputs, cols, ref.stored))
     return found
 
 
@@ -84,23 +89,34 @@ _GGUF_NAMES = {
 def model_sites(
     weights: Mapping[str, WeightRef], spec: ModelSpec, products: Mapping[str, tuple[int, int]]
 ) -> dict[str, list[Site]]:
-    """`sites_of`; of a GGUF file, which has names of its own, under those that its layers have elsewhere."""
+    """`sites_of`; of a GGUF file, which has names of its own, under those that its layers have elsewhere, and where
+    it has rows of queries and keys in another order, in that."""
     plain: dict[str, WeightRef] = {}
+    turned: dict[str, npt.NDArray[np.int64]] = {}
     for name, ref in weights.items():
         words = name.split(".")
         own = _GGUF_NAMES.get(words[2]) if len(words) == 3 and words[0] == "layers" else None
         if own is not None and ref.tensor.name.startswith("blk.") and ref.cut is None:
-            if words[2] in ("q", "k") and _turns_pairs(spec, int(words[1])):
-                continue  # rows lie in another order there
+            if words[2] in ("q", "k") and (heads := _turned_heads(spec, int(words[1]))) is not None:
+                turned[name] = np.arange(ref.tensor.shape[0]).reshape(heads[words[2]], 2, -1).swapaxes(1, 2).reshape(-1)
             tensor = replace(ref.tensor, name=f"model.layers.{words[1]}.{own}.weight")
             ref = replace(ref, tensor=tensor)
         plain[name] = ref
-    return sites_of(plain, products)
+    found = sites_of(plain, products)
+    if not turned:
+        return found
+    return {
+        m: [s._replace(rows=turned[s.weight]) if s.weight in turned else s for s in own] for m, own in found.items()
+    }
 
 
-def _turns_pairs(spec: ModelSpec, layer: int) -> bool:
+def _turned_heads(spec: ModelSpec, layer: int) -> dict[str, int] | None:
+    """Heads of a layer in whose GGUF file rotary pairs, halves of a head before, are neighbours. Other families than
+    these have them so themselves."""
     mixer = spec.layers[layer].mixer
-    return isinstance(mixer, Attention) and mixer.rope is not None and mixer.rope.interleaved
+    if not isinstance(mixer, Attention) or mixer.rope is None or not mixer.rope.interleaved:
+        return None
+    return {"q": mixer.num_heads, "k": mixer.num_kv_heads} if spec.family in ("llama", "mixtral") else None
 
 
 def _is_turned(cut: Cut) -> bool:
@@ -122,14 +138,15 @@ def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int) 
     """Reads and checks all of a folder. Raises: ModelError, UnsupportedError."""
     found = _checked(folder, sites, max_rank, max_bytes)
     for module in found.modules.values():
-        for tensor in module.tensors.values():
-            _numbers(tensor)
+        for role, tensor in module.tensors.items():
+            if role != "codes":
+                _numbers(tensor)
     return AdapterFacts(content_hash(found), found.max_rank, found.num_bytes, tuple(found.modules))
 
 
 def content_hash(found: PeftFolder) -> bytes:
     """Of all that decides what an adapter does: tensors, types, factors. Not of its name or path."""
-    parts: list[bytes] = []
+    parts: list[bytes] = [] if found.kind == "LORA" else [f"{found.kind} {found.bits} {found.group}".encode()]
     for name, module in sorted(found.modules.items()):
         parts.append(msgspec.msgpack.encode((name, module.factor)))
         for role, t in sorted(module.tensors.items()):
@@ -138,10 +155,12 @@ def content_hash(found: PeftFolder) -> bytes:
 
 
 def load_adapter(
-    folder: Path, sites: Sites, base: Callable[[str], F32], *, hash: bytes, max_rank: int, max_bytes: int
-) -> dict[str, LowRank]:
+    folder: Path, sites: Sites, base: Callable[[str], F32], *, hash: bytes, max_rank: int, max_bytes: int,
+    codes: Callable[[str], StoredMatrix | None] | None = None,
+) -> dict[str, LowRank]:  # fmt: skip
     """Weight -> what the adapter does to its product. `base(name)`: a weight of the model as float32, asked for by DoRA
-    and biases; None from it for a bias that is none is an error of the folder.
+    and biases; None from it for a bias that is none is an error of the folder. `codes(name)`: a weight as codes, which
+    scale sets ask for.
 
     Raises: ModelError if the folder is not what `hash` says any more, and as `adapter_facts`.
     """
@@ -150,6 +169,10 @@ def load_adapter(
         raise ModelError(f"{quoted(folder)} has changed since it was loaded; load it again, under a name of its own")
     out: dict[str, LowRank] = {}
     for name, module in found.modules.items():
+        if found.kind != "LORA":
+            for site in module_sites(sites, name):
+                out[site.weight] = coded_part(found, module, site, base, codes)
+            continue
         numbers = {role: _numbers(t) for role, t in module.tensors.items()}
         for site in module_sites(sites, name):
             out[site.weight] = _part(module, numbers, site, base, f"module {quoted(name)} of {quoted(folder)}")
@@ -177,7 +200,10 @@ def _checked(folder: Path, sites: Sites, max_rank: int, max_bytes: int) -> PeftF
                 f"{quoted(folder)} adapts {quoted(name)}, which is no product of a layer of this model: embeddings, "
                 f"output heads, norms and experts are not adapted{_other_base(found)}"
             )
-        _check_shapes(found, name, module, own[0])
+        for site in own if found.kind != "LORA" else ():
+            check_coded(found, name, module, site, _other_base(found))
+        if found.kind == "LORA":
+            _check_shapes(found, name, module, own[0])
     return found
 
 
@@ -222,7 +248,7 @@ def _part(
         a, b = _wide(a), _wide(b)
     gain: F32 | None = None
     shift: F32 | None = None
-    bias = _bias(base, site.weight) if {"magnitude", "bias"} & set(numbers) else None
+    bias = bias_of(base, site.weight) if {"magnitude", "bias"} & set(numbers) else None
     if "bias" in numbers:
         if bias is None:
             raise ModelError(f"{where} brings a bias, and the model has none there")
@@ -241,13 +267,6 @@ def _part(
         more = more if gain is None else more * gain
         shift = more if shift is None else shift + more
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), module.factor, gain, shift)
-
-
-def _bias(base: Callable[[str], F32], weight: str) -> F32 | None:
-    try:
-        return base(weight + ".bias")
-    except KeyError:
-        return None
 
 
 def _norms(weight: F32, a: F32, b: F32, factor: float) -> F32:

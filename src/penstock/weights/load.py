@@ -114,6 +114,11 @@ def read_weight(ref: WeightRef, shape: tuple[int, ...]) -> Array:
     return _load({path: _map(path) for path in {t.path for t in ref.tensors}}, ref, shape, "float32", lambda _: None)
 
 
+def read_codes(ref: WeightRef, shape: tuple[int, ...]) -> StoredMatrix:
+    """One matrix of codes (`ref.stored`) over its mapped files. Raises: ModelError."""
+    return _codes({path: _map(path) for path in {t.path for t in ref.tensors}}, ref, shape, "float32")
+
+
 def release_pages(weights: Mapping[str, Weight]) -> None:
     """Give back the pages of mapped weights that were only looked at: checked, or packed into something else.
 

@@ -70,6 +70,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "cascade_attention": True, "expert_memory_bytes": None, "expert_eviction": "lru", "expert_prediction": "none",
         "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None, "lora_memory": 1.0,
         "finetune_root": None, "finetune_share": 0.05,
+        "lora_merge_threshold": None,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
         "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",

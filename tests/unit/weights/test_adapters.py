@@ -16,8 +16,11 @@ from penstock.families.checkpoint import WeightRef
 from penstock.families.registry import open_model
 from penstock.formats.tensor_ref import TensorRef
 from penstock.model.adapted import adaptable
-from penstock.weights.adapters import AdapterFacts, Sites, adapter_facts, load_adapter, sites_of
+from penstock.weights.adapters import AdapterFacts, Sites, adapter_facts, load_adapter, model_sites, sites_of
+from penstock.weights.load import read_weight
+from tests import specs
 from tests.adapting import nano, nano_folder, nano_shapes, write_folder
+from tests.models.gguf_writer import write_model
 
 Q = "model.layers.0.self_attn.q_proj"
 RNG = np.random.default_rng(7)
@@ -198,3 +201,24 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         facts(short, nano_sites())
     with pytest.raises(ModelError, match="lora_memory allows 10"):
         facts(nano_folder(tmp_path / "large", 1), nano_sites(), max_bytes=10)
+
+
+def test_J25_rows_of_a_gguf_file_that_lie_in_another_order(tmp_path: Path) -> None:
+    """Converters of Llamas put rotary pairs side by side: the pair of A and B is of the rows as they were."""
+    spec, weights = specs.make("llama_gqa")
+    file = write_model(tmp_path / "m.gguf", spec, weights, "llama")
+    found = open_model(file)
+    own = model_sites(found.weights, found.spec, adaptable(found.spec))
+    modules, whole = {}, dict(weights)
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        rows, cols = weights[f"layers.1.{name}"].shape
+        room = "mlp" if name in ("gate", "up", "down") else "self_attn"
+        modules[f"model.layers.1.{room}.{name}_proj"] = made = pair(rows, cols)
+        whole[f"layers.1.{name}"] = weights[f"layers.1.{name}"] + 2.0 * made["lora_B.weight"] @ made["lora_A.weight"]
+    merged = open_model(write_model(tmp_path / "merged.gguf", spec, whole, "llama"))
+    parts = load(write_folder(tmp_path / "a", modules), {}, own)
+    assert len(parts) == 7
+    for name, part in parts.items():
+        shape = part.b.shape[0], part.a.shape[1]
+        base, expected = (read_weight(m.weights[name], shape) for m in (found, merged))
+        np.testing.assert_allclose(base + delta(part), expected, rtol=1e-4, atol=1e-5)

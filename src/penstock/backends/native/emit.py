@@ -288,9 +288,14 @@ class _Emitter:
             raise NotNativeError("an adapted product that is read unadapted too")
         half, width = node.more.get("half", (0, y.width))
         inputs, out = (self.register(x), self.register(y)), self._in_place(node, y)
+        slots = adapters.of(name)
+        if name in adapters.bases:
+            base = adapters.bases[name]
+            assert base is None or base.half == half, "pairs are pairs in both programs"
+            pointers = (adapters.step, slots.codes, None if base is None else base.matrix)
+            self._add_op(Kind.ADAPT_CODES, name, inputs, out, n=(width, half), pointers=pointers)
         self._add_op(
-            Kind.ADAPT, name, inputs, out, n=(width, half, adapters.largest),
-            pointers=(adapters.step, adapters.of(name)),
+            Kind.ADAPT, name, inputs, out, n=(width, half, adapters.largest), pointers=(adapters.step, slots)
         )  # fmt: skip
 
     def _activate_pairs(self, i: int, node: Node) -> None:

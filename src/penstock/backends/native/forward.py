@@ -283,6 +283,13 @@ def packed_runs(
             num_bytes = 0
 
 
+def packed_alone(graph: Graph, name: str, pool: Pool, scheme: Scheme, row_bits: int) -> Packed:
+    """The weight of a product in a matrix of its own."""
+    _, runs, _ = fused_runs(graph, scheme)
+    part = next(part for run in runs.values() for part in run.parts if part.name == name)
+    return _packed(pool, scheme, StackRun([(part,)], False, stacked=False), row_bits)
+
+
 def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int, spill: SpillFile | None = None) -> Packed:
     weights = [[part.weight for part in parts] for parts in run.matrices]
     biases = [[part.bias for part in parts] for parts in run.matrices]

@@ -54,6 +54,7 @@ LABELS: dict[str, Label] = {
     "max_cpu_loras": _SYSTEM,
     "lora_memory": _SYSTEM,
     "finetune_share": _SYSTEM,
+    "lora_merge_threshold": _NUMBERS,
     "speculative_config": _SYSTEM,
     "enable_prefix_caching": _SYSTEM,
     "prefix_cache": _SYSTEM,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 15
+ABI = 16
 PANEL = 64
 
 
@@ -125,6 +125,7 @@ class Kind(IntEnum):
     ATTEND_ENTRIES = 54
     BIASED_HEADS = 55
     WKV6 = 56
+    ADAPT_CODES = 57
     ADAPT = 60
     ATTEND_TEXT = 61
 
@@ -212,6 +213,13 @@ class Adapter(c.Structure):
         ("dtype", c.c_int32),
         ("rank", c.c_int32),
         ("factor", c.c_float),
+    )
+
+
+class AdapterCodes(c.Structure):
+    _fields_ = (
+        ("scales", c.c_void_p),
+        ("delta", c.c_void_p),
     )
 
 
