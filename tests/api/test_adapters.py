@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +204,48 @@ def test_what_does_not_go_with_adapters_is_refused(folders: Path) -> None:
         LLM(nano(), enable_lora=True, ops="ref", max_model_len=64, kv_allocator="modules")
     with pytest.raises(ConfigError, match="kv_offload_format hidden"):
         LLM(nano(), enable_lora=True, kv_offload_format="hidden")
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string", "maxLength": 12}, "depth": {"enum": [1, 2, 3]}},
+    "required": ["place", "depth"], "additionalProperties": False,
+}}}  # fmt: skip
+
+
+def test_J25_grammars_and_tool_calls_hold_for_rows_of_many_adapters(served: httpx.Client) -> None:
+    """Bound rows of three models in the same steps, each with a grammar of its own, or a call that must be made: each
+    is what it is alone, and fits."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 60}
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for name in ("nano", "tales", "poems"):
+        asked += [
+            ("/v1/completions", ASK | {"model": name, "max_tokens": 12, "ignore_eos": False,
+                                       "structured_outputs": {"regex": "[a-z]{3,6}-[0-9]{2}"}}),
+            ("/v1/chat/completions", chat | {"model": name, "response_format": {
+                "type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}},
+            }}),
+            ("/v1/chat/completions", chat | {"model": name, "tools": [TOOL], "tool_choice": {
+                "type": "function", "function": {"name": "look"}}}),
+        ]  # fmt: skip
+
+    def answer(one: tuple[str, dict[str, Any]]) -> Any:
+        got = served.post(one[0], json=one[1])
+        assert got.status_code == 200, got.text
+        (choice,) = got.json()["choices"]
+        if "message" not in choice:
+            return choice["text"]
+        calls = choice["message"].get("tool_calls")
+        return calls[0]["function"] if calls else choice["message"]["content"]
+
+    alone = [answer(one) for one in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(answer, asked)) == alone
+    for n in range(3):
+        text, shaped, call = alone[3 * n : 3 * n + 3]
+        assert re.fullmatch("[a-z]{3,6}-[0-9]{2}", text)
+        assert set(json.loads(shaped)) == {"name"}
+        assert call["name"] == "look"
+        assert json.loads(call["arguments"])["depth"] in (1, 2, 3)
+    assert len({str(alone[n::3]) for n in range(3)}) == 3
+    assert len({str(alone[3 * n : 3 * n + 3]) for n in range(3)}) == 3, "each adapter says something else"

@@ -15,6 +15,7 @@ from penstock.core.step_shape import StepShape
 from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
 from penstock.kv.manager import KVManager
+from penstock.sched.adapters import WithAdapters
 from penstock.sched.policy import make_policy
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sched.scheduler import Scheduler
@@ -97,15 +98,22 @@ def play(
     depth: int = 1,
     timer: LinearTimer | None = None,
     hooks: bool = True,
+    max_adapters: int = 0,
 ) -> Played:
-    """Serve `load` (sorted by arrival_s) to its end; every request must end."""
+    """Serve `load` (sorted by arrival_s) to its end; every request must end. `max_adapters`: that run at once, if any
+    are served."""
     timer = timer or LinearTimer()
     clock = VirtualClock()
     groups = group_layers([cache_spec(layer, "float32") for layer in spec(slots=False).layers])
     kv = KVManager(groups, [num_blocks], block_size, prefix_cache=prefix_cache, eviction=eviction)
+    orders = make_policy(policy)
+    if max_adapters:
+        orders = placed = WithAdapters(orders, max_adapters)
     scheduler = (Scheduler if hooks else HooklessScheduler)(
-        kv, make_policy(policy), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size
+        kv, orders, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size
     )
+    if max_adapters:
+        placed.queues = scheduler
     executor = SimExecutor(timer, clock, vocab_size=VOCAB, depth=depth)
     core = EngineCore(scheduler, kv, executor, clock)
     played = Played()

@@ -118,6 +118,28 @@ def engine(ops: str = "ref", adapters: int = 2, held: int = 2, load: Any = None,
     )  # fmt: skip
 
 
+def test_tenants_displace_each_others_adapters_without_losing_tokens() -> None:
+    """One place for adapters, three tenants: all get it in turn."""
+    spec, weights = specs.make("llama_gqa")
+    knobs = Knobs(policy="fair", adapters=1, adapters_held=2, num_blocks=128, budget=32, max_num_seqs=4, wire=True)
+    core = real_engine(spec, weights, knobs, load_adapter=lambda ref: parts("llama_gqa", int(ref.path)))
+    asked = []
+    for i in range(12):
+        tenant = 0 if i < 8 else 1 + i % 2
+        r = request([5 + i, 9, 3, 17, 21], request_id=str(i), max_tokens=24 if i < 8 else 4, tenant=f"t{tenant}")
+        asked.append((adapted(r, tenant), tenant))
+    collector, todo = Collector(), list(asked)
+    while todo or core.has_work:
+        for r, _ in todo[:2]:
+            core.add(r)
+        todo = todo[2:]
+        collector.take(core.step())
+    for r, number in asked:
+        assert collector.requests[r.request_id].tokens[0] == generate(logits("llama_gqa", "ref", number), r, 0)[0]
+    assert core.stats.num_preemptions > 0
+    assert_idle(core)
+
+
 PROMPT = [5, 9, 3, 17, 21, 8, 30, 2, 11, 6, 40, 12]
 
 

@@ -6,9 +6,11 @@ import random
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.core.adapter import AdapterRef
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence, Status
 from penstock.sched.policy import make_policy
@@ -55,6 +57,36 @@ def test_two_floods_share_by_weight_and_neither_starves() -> None:
     done = {name: sum(played.end_s[r.request_id] < 8 for r in load) for name, load in (("1", light), ("3", heavy))}
     print(done)
     assert 2.3 < done["3"] / done["1"] < 3.7
+
+
+def with_adapters(load: list[Request], numbers: list[int]) -> list[Request]:
+    """The same requests, with these adapters in turn."""
+    refs = [AdapterRef(b"adapter %d" % n, str(n), 1000) for n in numbers]
+    rules = [msgspec.structs.replace(r.rules, adapter=refs[i % len(refs)]) for i, r in enumerate(load)]
+    return [msgspec.structs.replace(r, rules=own) for r, own in zip(load, rules, strict=True)]
+
+
+def test_a_tenants_share_is_one_over_all_of_its_adapters() -> None:
+    """Four adapters earn no more than one; weight 3 is three times the service, whatever they name."""
+    rng = random.Random(2)
+    for weight, low, high in ((1.0, 0.8, 1.25), (3.0, 2.3, 3.7)):
+        many = with_adapters(asks("many", rng, poisson(rng, 40, 4), 60, 30, weight=weight), [0, 1, 2, 3])
+        one = with_adapters(asks("one", rng, poisson(rng, 40, 4), 60, 30), [5])
+        played = play("fair", merged(many, one), budget=128, max_num_seqs=8, max_adapters=2)
+        done = [sum(played.end_s[r.request_id] < 4 for r in load) for load in (many, one)]
+        print(done)
+        assert low < done[0] / done[1] < high
+
+
+def test_a_flood_over_many_adapters_does_not_keep_another_tenants_adapter_out() -> None:
+    rng = random.Random(1)
+    quiet = with_adapters(asks("quiet", rng, [0.5 + i for i in range(6)], 200, 20), [9])
+    flood = with_adapters(asks("flood", rng, poisson(rng, 40, 6), 100, 120), [0, 1, 2, 3])
+    machine: dict[str, Any] = {"budget": 256, "max_num_seqs": 16, "num_blocks": 4000, "max_adapters": 4}
+    idle = median(play("fair", quiet, **machine).ttft_s(quiet))
+    p50 = median(play("fair", merged(quiet, flood), **machine).ttft_s(quiet))
+    print(f"idle {idle:.4f} s, beside a flood {p50:.4f} s")
+    assert p50 <= 1.5 * idle + STEP_S
 
 
 def test_long_prompts_of_one_tenant_do_not_delay_short_ones_of_another() -> None:

@@ -37,6 +37,11 @@ class ServerConfig(Section):
         "been idle longest leaves for another.",
         above=0.0,
     )
+    weights_root: str | None = setting(
+        None,
+        "Folder below which other weights of the model may be taken up while the server runs "
+        "(/update_weights_from_disk); none: nowhere. Answers then say which weights they are of.",
+    )
     any_model_name: bool = setting(
         False,
         "Answer requests for models of any other name, too, with the model that is served, under its own name. What "

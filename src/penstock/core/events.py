@@ -110,6 +110,9 @@ class EngineStats(ExpertCounts):
     num_weight_bytes: int = 0
     """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
     weight_wait_s: float = 0.0
+    num_weight_swaps: int = 0
+    """Other weights taken up; `weight_swap_s`: seconds for which nothing ran meanwhile."""
+    weight_swap_s: float = 0.0
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0

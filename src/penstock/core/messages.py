@@ -9,6 +9,7 @@ import msgspec
 from penstock.core.output import EngineOutput
 from penstock.core.pooler import PoolingSpec
 from penstock.core.request import Abort, Control, Request
+from penstock.core.weight_swap import WeightsOrder
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     faults: list[str] = []
     stall_s: float = 4.0
     """Time without a sign of life after which the engine writes its stacks to stderr."""
+    weights: WeightsOrder | None = None
+    """What the engine before this one had taken up."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.batch import TokenLogprobs
+from penstock.core.weight_swap import FIRST_VERSION
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,6 +82,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    weight_versions: list[tuple[int, int, str]] = field(default_factory=list)
+    """(first token, end, version) of each run of tokens over the same weights."""
 
 
 @dataclass
@@ -95,6 +98,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     lora_request: Any = None
     error: str | None = None
+    weight_version: str = FIRST_VERSION
+    """Of the weights over which its last token was computed."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.sequence import Sequence
     from penstock.core.step_shape import StepShape
     from penstock.core.weight_map import WeightMap
+    from penstock.core.weight_swap import WeightFacts
 
 
 Ids = Seq[Seq[int]]
@@ -77,6 +78,16 @@ class Executor(Protocol):
         """Returns when the rank has compiled it. Raises InputError, of the parameter `param`, if that cannot be done,
         and RankGoneError."""
         return
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        """Read other weights of the model, in any thread, beside the steps; the running ones stay as they are.
+
+        Raises PenstockError with why they cannot be had."""
+        raise UnsupportedError("weights cannot be swapped on this executor")
+
+    def switch_weights(self) -> float:
+        """From the next step on those that were readied last are run. No step is in flight. Returns seconds."""
+        return 0.0
 
     def spoil(self) -> None:
         """A fault for tests: the logits of the step submitted next get a row of NaN."""

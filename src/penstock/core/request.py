@@ -9,6 +9,7 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
+from penstock.core.weight_swap import WeightsOrder
 
 REPETITION = ("repetition", "repetition_detected")
 """Finish reason and stop reason (vLLM's words) of a sample that ran in circles."""
@@ -188,7 +189,9 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     given back at once), `evict_prefix_cache` (what nobody uses, and nobody has for `age_s` seconds; with `label`, of
     this tenant alone), `resume` (the call that a request is in has ended and brings `token_ids`), `pause` (a
     conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s` seconds: `sched.pauses` decides
-    what becomes of its blocks).
+    what becomes of its blocks), `weights` (swap them; `request_id` is how its news is called), `hold` (nobody runs
+    until `go_on`; with `label` "retract" the running give up their memory, with "abort" all are aborted, with "wait"
+    those who have begun end first).
     """
 
     kind: str
@@ -199,6 +202,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     age_s: float = 0.0
     namespace: bytes = b""
     expected_s: float = 0.0
+    weights: WeightsOrder | None = None
 
 
 Intake = Request | Abort | Control

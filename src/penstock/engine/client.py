@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from penstock.core.output import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -19,14 +21,18 @@ from penstock.core.output import (
     RequestOutput,
 )
 from penstock.core.request import Abort, Request
+from penstock.core.weight_swap import FIRST_VERSION, SWAPPED
 from penstock.text.detokenize import IncrementalDetokenizer
 from penstock.text.stop import StopMatcher
 from penstock.text.validate import stop_strings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.base.clock import Clock
     from penstock.core.batch import TokenLogprobs
     from penstock.core.sampling import SamplingParams
+    from penstock.core.weight_swap import WeightsOrder
     from penstock.text.tokenizer import Tokenizer
 
 
@@ -60,6 +66,17 @@ class Sample:
     stop_reason: int | str | None = None
     last_s: float | None = None
     """When its last token came."""
+    before: list[tuple[int, str]] = field(default_factory=list)
+    """(tokens, version) whenever weights were swapped under it: how many it had, and over which."""
+
+    def versions(self, now: str) -> list[tuple[int, int, str]]:
+        """`CompletionOutput.weight_versions`; `now`: the version in force."""
+        runs: list[tuple[int, int, str]] = []
+        for end, version in [*self.before, (len(self.token_ids), now)]:
+            start = runs[-1][1] if runs else 0
+            if end > start:
+                runs.append((start, end, version))
+        return runs
 
     def add_text(self, delta: str, num_tokens: int) -> str | None:
         """Take in the text of `num_tokens` more tokens; returns the stop string it completed, if any."""
@@ -87,6 +104,8 @@ class Live:
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.num_cached = 0
         self.error: str | None = None
+        self.version = ""
+        """Of the weights, where its result came in one piece."""
 
 
 def _ended(live: Live) -> bool:
@@ -109,6 +128,14 @@ class OutputProcessor:
         """Where `process` counts; None: nobody wants to know."""
         self.beams: dict[str, EngineOutput] = {}
         self._live: dict[str, Live] = {}
+        self.version = FIRST_VERSION
+        """Of the weights that what comes now was computed over."""
+        self.orders: dict[str, WeightsOrder] = {}
+        """Swaps that were ordered, by the names of their news."""
+        self.order: WeightsOrder | None = None
+        """The last one that was carried out."""
+        self.on_swap: Callable[[str, EngineOutput], None] = lambda _, __: None
+        """Called with the name of an order and what came of it."""
 
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
         """Begin to follow a request. `params` is None for beam search and for pooling."""
@@ -135,13 +162,34 @@ class OutputProcessor:
         for out in outputs:
             live = self._live.get(out.request_id)
             if live is None:
+                if out.finish_reason == SWAPPED:
+                    self._swapped(out)
                 continue  # ended here already: overshoot is dropped
             touched[out.request_id] = None
             if live.params is not None:
                 self._take(live, out)
             elif out.finish_reason is not None:
                 self.beams[out.request_id] = out
+                live.version = self.version
         return list(touched)
+
+    def _swapped(self, out: EngineOutput) -> None:
+        """What follows in the engine's news was computed over other weights."""
+        order = self.orders.pop(out.request_id, None)
+        if order is not None and not order.version:
+            order = replace(order, version=str(out.stop_reason)[:12])
+        if order is not None and out.error is None:
+            for live in self._live.values():
+                for sample in live.samples:
+                    if sample.token_ids:
+                        sample.before.append((len(sample.token_ids), self.version))
+            self.order, self.version = order, order.version
+        self.on_swap(out.request_id, out)
+
+    def version_of(self, live: Live) -> str:
+        """Of the weights over which the newest token of a request was computed."""
+        runs = [s.versions(self.version) for s in live.samples if s.before]
+        return runs[-1][-1][2] if runs else live.version or self.version
 
     def end(self, request_id: str, reason: str, error: str | None = None) -> None:
         """End what still runs of a request, here alone: the engine is told by whoever decides so."""
@@ -304,6 +352,7 @@ class OutputProcessor:
                     logprobs=self._shown(s, ranked=not params.logprob_token_ids) if wants_logprobs else None,
                     finish_reason=s.finish_reason,
                     stop_reason=s.stop_reason,
+                    weight_versions=s.versions(self.version),
                 )
                 for s in live.samples
             ],
@@ -311,6 +360,7 @@ class OutputProcessor:
             metrics=live.metrics,
             num_cached_tokens=live.num_cached,
             error=live.error,
+            weight_version=self.version_of(live),
         )
 
     def pooled_output(self, request_id: str) -> EngineOutput:

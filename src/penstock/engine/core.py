@@ -63,8 +63,8 @@ class EngineCore:
         self._emitted: list[EngineOutput] = []
         self.commit = Commit(scheduler, kv, self.groups, self._sequences, self.new_sequence, self._emitted)
         self._next_seq_id = 0
-        self._entry = Entry(self.commit, self.new_sequence)
-        self._next_step = 0
+        self._entry, self._next_step = Entry(self.commit, self.new_sequence, executor, self._inflight), 0
+        self.swapping = self._entry.swapping
 
     def add(self, item: Intake | MachineNews) -> None:
         """Hand in a request, an abort, a control order or, of a log, a growth; it takes effect in the next step.
@@ -82,7 +82,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._intake or self._inflight or self.groups or self.kv.swaps.loads or self.kv.orders_wait)
+        waits = self.groups or self.kv.swaps.loads or self.kv.orders_wait or self.swapping.order
+        return bool(self._intake or self._inflight or waits)
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration and return its news. Raises what the executor raises."""
@@ -95,7 +96,7 @@ class EngineCore:
             self._intake.extendleft(reversed(self.store_news(now_s)))
         while self._intake:
             self._take(self._intake.popleft())
-        self._entry.end_prefetches()
+        self._entry.settle()
         while len(self._inflight) < self.executor.depth:
             output = self.scheduler.schedule(self._next_step, idle=not self._inflight, now_s=now_s)
             if output is None:

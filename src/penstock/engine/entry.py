@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import InputError
 from penstock.core.events import MachineNews, PoolGrowth, StoreNews
 from penstock.core.request import Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.group import SequenceGroup
+from penstock.engine.swapping import Swapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from penstock.core.protocols import Executor
     from penstock.engine.commit import Commit
 
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep")
+CONTROL_KINDS = (
+    "preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep", "weights",
+    "hold", "go_on",
+)  # fmt: skip
 
 
 class Entry:
     """A part of `EngineCore`: what its intake does to its sequences. Mutates: those, the groups and the queues."""
 
-    def __init__(self, commit: Commit, new_sequence: Callable[[Request, int, int], Sequence]) -> None:
+    def __init__(
+        self, commit: Commit, new_sequence: Callable[[Request, int, int], Sequence], executor: Executor,
+        inflight: Collection[Any],
+    ) -> None:  # fmt: skip
         self._commit = commit
         self._scheduler, self._kv, self._groups = commit.scheduler, commit.kv, commit.groups
         self._new_sequence = new_sequence
@@ -30,6 +38,7 @@ class Entry:
         """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self._next_arrival = 0
         self._prefetches: list[Sequence] = []
+        self.swapping = Swapping(commit, executor, inflight)
 
     def queued(self, item: Intake | MachineNews) -> None:
         """It is about to be queued. Raises InputError if a request's id is in use or it cannot have come as far as it
@@ -47,8 +56,13 @@ class Entry:
         elif isinstance(item, Abort):
             if item.index is None and (item.request_id in self._groups or item.request_id in self._pending_ids):
                 self._leaving_ids.add(item.request_id)
-        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
-            raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
+        elif isinstance(item, Control):
+            if item.kind not in CONTROL_KINDS:
+                raise InputError(
+                    f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind"
+                )
+            if item.kind == "weights" and (item.weights is None or item.weights.facts is None):
+                raise InputError("no rank has read these weights" if item.weights is None else item.weights.problem)
 
     def request(self, request: Request) -> None:
         self._pending_ids.discard(request.request_id)
@@ -62,11 +76,17 @@ class Entry:
         if resume is not None:
             leader.prompt_logprobs_done = resume.num_prompt_logprobs
             group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
-        self._scheduler.add(leader)
+        self.swapping.enter(leader)
         if request.prefetches:
             self._prefetches.append(leader)
 
-    def end_prefetches(self) -> None:
+    def settle(self) -> None:
+        """All of the intake has been taken."""
+        self._end_prefetches()
+        if self.swapping.order is not None:
+            self.swapping.settle()
+
+    def _end_prefetches(self) -> None:
         """Requests that only bring blocks end when these are there, or are not to be had, or had to go again."""
         for seq in list(self._prefetches):
             group = self._groups.get(seq.request.request_id)
@@ -97,6 +117,7 @@ class Entry:
         group = self._groups.get(abort.request_id)
         if group is None:
             return  # it ended in the meantime: nothing is owed
+        self.swapping.leaves(group.live.values())
         if abort.index is None or group.request.beam is not None:
             self._commit.abort_group(group, abort.reason)
         elif not group.forked:
@@ -129,6 +150,15 @@ class Entry:
             return
         if control.kind == "pause":
             self._scheduler.pauses.between(control.namespace, control.token_ids, control.expected_s)
+            return
+        if control.kind == "weights":
+            self.swapping.swap(control)
+            return
+        if control.kind in ("hold", "go_on"):
+            if control.kind == "hold":
+                self.swapping.hold(control.label)
+            else:
+                self.swapping.go_on()
             return
         group = self._groups.get(control.request_id)
         if group is None:

@@ -7,11 +7,15 @@ text state. So a dead engine costs its clients a pause: the next one is given th
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from penstock.base.errors import EngineGoneError, InputError, RefusedError
+import msgspec
+
+from penstock.base.errors import EngineGoneError, InputError, ModelError, RefusedError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.core.output import (
     BeamSearchOutput,
@@ -21,11 +25,13 @@ from penstock.core.output import (
     RequestOutput,
 )
 from penstock.core.request import Abort, Control, Intake, Request
+from penstock.core.weight_swap import WeightFacts, WeightsOrder
 from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 from penstock.engine.stream import Delta, Stream
+from penstock.engine.swapping import BUSY
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.engine")
+_orders = itertools.count()
 
 UNREADY_AFTER_S = 4.0
 """Seconds without a sign of life from which an engine is not ready: known well within five."""
@@ -88,6 +95,14 @@ class EngineClient:
         self._epoch = 0
         self._replay = Replay(self._processor, link.send, self._all_clear)
         self.convictions = Convictions(clock)
+        self.weights: WeightsOrder | None = None
+        """Those that were swapped in; None: the engine has those that it started with."""
+        self.tells_weights = False
+        """Answers say which weights they are of."""
+        self.paused = False
+        """Nobody runs until `go_on`."""
+        self._swap: tuple[str, asyncio.Future[EngineOutput]] | None = None
+        self._processor.on_swap = self._on_swap
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +179,8 @@ class EngineClient:
         if self.state not in ("starting", "restarting"):
             return
         self.state, self.reason = "ready", ""
+        if self.paused:
+            self.link.send([Control(kind="hold")])
         again = [resumed(s.request, self._processor.live(s.request_id)) for s in self._streams.values()]
         items: list[Intake] = [request for request in again if request is not None]
         if items:
@@ -174,6 +191,10 @@ class EngineClient:
 
     def on_down(self, down: Down) -> Collection[int]:
         self.reason = down.reason
+        if self._swap is not None:
+            name, why = self._swap[0], f"{down.reason}; the old weights serve on"
+            self._processor.orders.clear()
+            self._on_swap(name, EngineOutput(request_id=name, index=0, error=why))
         if down.fatal:
             self.state = "failed"
             self._end_all("the engine failed again and again and is given up; try again later", gone=True)
@@ -265,6 +286,61 @@ class EngineClient:
     def control(self, item: Control) -> None:
         if self.state == "ready":
             self.link.send([item])
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that what comes now is computed over."""
+        return self._processor.version
+
+    def weight_versions(self, stream: Stream) -> list[list[tuple[int, int, str]]] | None:
+        if not self.tells_weights:
+            return None
+        if stream.final is not None:
+            return [sample.weight_versions for sample in stream.final.outputs]
+        live = self._processor.find(stream.request_id)
+        return [] if live is None else [sample.versions(self.weight_version) for sample in live.samples]
+
+    async def swap_weights(self, order: WeightsOrder) -> WeightsOrder:
+        """Returns the order as it was carried out, once it was: with the hash of the weights.
+
+        Raises RefusedError (409) while another is, EngineGoneError, and ModelError with why the old ones serve on.
+        """
+        if self._swap is not None:
+            raise RefusedError(BUSY, status=409, code="weights_busy")
+        if self.state != "ready":
+            raise EngineGoneError(f"the engine is not there: {self.reason}")
+        name = f"weights-{next(_orders)}"
+        self._swap = name, asyncio.get_running_loop().create_future()
+        self._processor.orders[name] = order
+        self.link.send([Control(kind="weights", request_id=name, weights=order)])
+        out = await asyncio.shield(self._swap[1])
+        if out.error is not None:
+            raise ModelError(out.error)
+        assert self.weights is not None, "it was carried out"
+        return self.weights
+
+    def _on_swap(self, name: str, out: EngineOutput) -> None:
+        if self._swap is None or self._swap[0] != name:
+            return
+        (_, future), self._swap = self._swap, None
+        order = self._processor.order
+        if out.error is None and order is not None:
+            facts = WeightFacts(str(out.stop_reason), "")
+            self.tells_weights = True
+            self.weights = self.link.weights = msgspec.structs.replace(order, facts=facts)
+        if not future.done():
+            future.set_result(out)
+
+    def hold(self, how: str | None) -> None:
+        """Nobody runs until `go_on`. `how`: see `core.request.Control`."""
+        self.paused = True
+        self.control(Control(kind="hold", label=how))
+
+    def go_on(self) -> None:
+        self.paused = False
+        self.control(Control(kind="go_on"))
 
     def on_outputs(self, message: Outputs) -> None:
         if message.epoch != self._epoch:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from penstock.core.messages import EngineInfo, Outputs
 from penstock.core.request import Intake
+from penstock.core.weight_swap import WeightsOrder
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Listener(Protocol):
 
 class Link(Protocol):
     """One engine. `send` never blocks; it may be called only between `on_up` and `on_down`."""
+
+    weights: WeightsOrder | None
+    """What an engine that follows takes up before its first request; None: what it starts with."""
 
     async def start(self, listener: Listener) -> None:
         """Returns when the engine is ready. Raises what keeps it from starting, with its own class and sentence."""

@@ -13,6 +13,7 @@ from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Intake, Request
 from penstock.core.sampling import TokenRules
 from penstock.core.spare import SpareWork
+from penstock.core.weight_swap import SWAPPED
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
@@ -40,7 +41,7 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         step=core.stats.num_steps,
         step_s=step_s,
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_waiting=len(scheduler.waiting) + core.swapping.num_aside,
         waiting_tokens=sum(seq.num_known for seq in scheduler.waiting),
         kv_total=sum(g.total for g in stats.groups),
         kv_used=sum(g.used for g in stats.groups),
@@ -168,7 +169,9 @@ class EngineLoop:
             self.core.add(item)
         except InputError as error:
             if isinstance(item, Control):
-                return None
+                if item.weights is None:
+                    return None
+                return EngineOutput(request_id=item.request_id, index=0, finish_reason=SWAPPED, error=str(error))
             return EngineOutput(request_id=item.request_id, index=0, finish_reason="error", error=str(error))
         return None
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.base.errors import RankGoneError
-from penstock.core.request import Abort, Intake, Request
+from msgspec.structs import replace
+
+from penstock.base.errors import PenstockError, RankGoneError
+from penstock.core.request import Abort, Control, Intake, Request
+from penstock.core.weight_swap import WeightFacts
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
@@ -33,11 +37,14 @@ class Preparation:
     """
 
     def __init__(
-        self, needed: Callable[[Request], bool], work: Callable[[Request], Any], watch: Watch = lambda _, __: None
-    ) -> None:
+        self, needed: Callable[[Request], bool], work: Callable[[Request], Any], watch: Watch = lambda _, __: None,
+        read: Callable[[str], WeightFacts] | None = None,
+    ) -> None:  # fmt: skip
+        """`read`: reads other weights, for orders to swap them."""
         self._needed = needed
         self._work = work
         self._watch = watch
+        self._read = read
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
         self._queue: queue.SimpleQueue[tuple[_Waiting, Callable[[Sequence[Intake]], None]]] = queue.SimpleQueue()
@@ -58,7 +65,7 @@ class Preparation:
             assert request.rules.grammar is not None, "needed has looked"
             executor.prepare(request.rules.grammar)
 
-        return cls(needed, work, watch)
+        return cls(needed, work, watch, executor.ready_weights)
 
     def sift(self, items: Sequence[Intake], later: Callable[[Sequence[Intake]], None]) -> list[Intake]:
         """The items that can go in now; the others go to `later` when they are prepared, aborted ones never."""
@@ -66,9 +73,27 @@ class Preparation:
         for item in items:
             if isinstance(item, Request) and self._needed(item):
                 self._begin(_Waiting(item), later)
+            elif isinstance(item, Control) and item.weights is not None and item.weights.facts is None:
+                threading.Thread(target=self._weights, args=(item, later), name="penstock-weights", daemon=True).start()
             elif not (isinstance(item, Abort) and self._aborted(item)):
                 out.append(item)
         return out
+
+    def _weights(self, item: Control, later: Callable[[Sequence[Intake]], None]) -> None:
+        """Whatever comes of it, the order goes on and is answered."""
+        order = item.weights
+        assert order is not None, "it names some"
+        assert self._read is not None, "whoever orders a swap can be answered"
+        try:
+            order = replace(order, facts=self._read(order.path))
+        except RankGoneError:
+            return
+        except (PenstockError, OSError, MemoryError) as error:
+            order = replace(order, problem=str(error) or type(error).__name__)
+        except Exception as error:
+            traceback.print_exc()
+            order = replace(order, problem=f"the weights cannot be read ({type(error).__name__}: {error})")
+        later([replace(item, weights=order)])
 
     def _begin(self, waiting: _Waiting, later: Callable[[Sequence[Intake]], None]) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ import msgspec
 from penstock.base.errors import EngineError, PenstockError
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Outputs, Ready, Send
 from penstock.core.request import Intake
+from penstock.core.weight_swap import WeightsOrder
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
@@ -68,6 +69,7 @@ class ProcessLink:
         self._hang_s = hang_s
         self._command = list(command)
         self._spare = spare
+        self.weights: WeightsOrder | None = None
         self._epoch = 0
         self._crashes: deque[tuple[float, int]] = deque()
         """(when, which engine)"""
@@ -112,7 +114,8 @@ class ProcessLink:
         child = self._child = Child(*(spare or spawn(self._command)), listener, self._look_s)
         try:
             await child.connect()
-            child.write(Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s))
+            hello = Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s, self.weights)
+            child.write(hello)
             if self._epoch:  # the first may take its time: it may have a model to fetch
                 await self._until_silent(child, child.ready)
                 if not child.ready.done():

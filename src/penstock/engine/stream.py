@@ -53,6 +53,8 @@ class Client(Protocol):
 
     def started(self, stream: Stream) -> bool: ...
 
+    def weight_versions(self, stream: Stream) -> list[list[tuple[int, int, str]]] | None: ...
+
     def unread_chars(self, stream: Stream) -> int: ...
 
 
@@ -202,6 +204,11 @@ class Stream:
     def metrics(self) -> RequestMetrics:
         """The request's own: it goes on counting."""
         return self.final.metrics if self.final is not None else self._client.metrics(self)
+
+    @property
+    def weight_versions(self) -> list[list[tuple[int, int, str]]] | None:
+        """`CompletionOutput.weight_versions` of each sample so far; None where nobody wants to know."""
+        return self._client.weight_versions(self)
 
     @property
     def started(self) -> bool:

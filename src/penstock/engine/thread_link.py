@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from penstock.core.messages import EngineInfo
 from penstock.core.request import Intake
 from penstock.core.spare import SpareWork
+from penstock.core.weight_swap import WeightsOrder
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.engine.link import Down, Listener
@@ -30,6 +31,7 @@ class ThreadLink:
     ) -> None:
         """`spare`: makes what is done in the time that steps leave."""
         self._make, self._spare = make, spare
+        self.weights: WeightsOrder | None = None
         self._box = BlackBox()
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None

@@ -10,8 +10,9 @@ import msgspec
 
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.protocols import Executor
+from penstock.core.weight_swap import WeightFacts
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.rank import AheadRank, Progress, Rank, RankFactory, RankSpec
+from penstock.executor.rank import AheadRank, Progress, Rank, RankFactory, RankSpec, switched
 
 
 class InprocExecutor(Executor):
@@ -32,6 +33,7 @@ class InprocExecutor(Executor):
         self._runner = build(spec, loading)
         self._ahead = self._runner if isinstance(self._runner, AheadRank) else None
         self.packed_file = self._runner.packed_file
+        self._box = box
         if box is not None:
             self._runner.watch(box.progress_address)
         self._queue: deque[Any] = deque()
@@ -87,6 +89,17 @@ class InprocExecutor(Executor):
 
     def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
         self._runner.prepare(grammar, param)
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        return self._runner.ready_weights(path)
+
+    def switch_weights(self) -> float:
+        assert not self._queue, "steps are in flight"
+        old, self._ahead = self._runner, None
+        del self._runner
+        self._runner, seconds = switched(old, self._box)
+        self._ahead = self._runner if isinstance(self._runner, AheadRank) else None
+        return seconds
 
     def spoil(self) -> None:
         self._spoils = True

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.messages import Failed, Loading
+from penstock.core.weight_swap import WeightFacts
 from penstock.executor.rank import RankSpec
 
 
@@ -40,6 +41,21 @@ class Back(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_slabs: list[int]
 
 
+class Switch(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """See `Executor.switch_weights`. It comes while no step is in flight; answered with a Switched."""
+
+
+class Switched(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    seconds: float
+
+
+class ReadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """See `Executor.ready_weights`; answered with a Prepared of the same number, beside the steps."""
+
+    number: int
+    path: str
+
+
 class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """See `Executor.prepare`; answered with a Prepared of the same number, beside the steps."""
 
@@ -50,15 +66,18 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Prepared(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """`problem`: why it cannot be compiled, with the parameter that has to change; "": it has been. `broken`: the
-    grammar is not to blame."""
+    grammar is not to blame. `weights`: what was read, or `failed`, why it was not."""
 
     number: int
     problem: str = ""
     param: str | None = None
     code: str | None = None
     broken: bool = False
+    weights: WeightFacts | None = None
+    failed: Failed | None = None
 
 
-ToRank = Build | RunStep | Back
-FromRank = Result | Loading | Built | Failed
-"""The socket of the steps; the other one has Prepare and Prepared."""
+ToRank = Build | RunStep | Back | Switch
+FromRank = Result | Loading | Built | Switched | Failed
+Aside = Prepare | ReadWeights
+"""`ToRank`, `FromRank`: the socket of the steps; the other one has these, and Prepared."""

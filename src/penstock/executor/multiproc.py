@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -26,9 +27,24 @@ from penstock.base.errors import ConfigError, EngineError, InputError, PenstockE
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.messages import Failed, Loading
 from penstock.core.protocols import Executor
+from penstock.core.weight_swap import WeightFacts
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, RunStep, ToRank
+from penstock.executor.messages import (
+    Aside,
+    Back,
+    Build,
+    Built,
+    FromRank,
+    Prepare,
+    Prepared,
+    ReadWeights,
+    Result,
+    RunStep,
+    Switch,
+    Switched,
+    ToRank,
+)
 from penstock.executor.rank import Progress, RankFactory, RankSpec
 
 COMMAND = (sys.executable, "-P", "-m", "penstock.launch.rank_process")
@@ -102,6 +118,24 @@ class MultiprocExecutor(Executor):
     def back(self, num_slabs: Sequence[int]) -> None:
         self._send(Back(list(num_slabs)))
 
+    def ready_weights(self, path: str) -> WeightFacts:
+        reply = self._grammars.ask(partial(ReadWeights, path=path))
+        if reply is None:
+            raise RankGoneError("the rank's process ended while it read weights")
+        if reply.failed is not None:
+            raise wire.error_of(reply.failed)
+        assert reply.weights is not None, "they were read, or were not"
+        return reply.weights
+
+    def switch_weights(self) -> float:
+        assert not self._num_inflight, "steps are in flight"
+        self._send(Switch())
+        message = self._receive()
+        if isinstance(message, Failed):
+            raise wire.error_of(message)
+        assert isinstance(message, Switched), f"a rank answers a switch with {message}"
+        return message.seconds
+
     def spoil(self) -> None:
         self._spoils = True
 
@@ -124,7 +158,7 @@ class MultiprocExecutor(Executor):
         return False
 
     def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
-        reply = self._grammars.ask(grammar, param)
+        reply = self._grammars.ask(partial(Prepare, grammar=grammar, param=param))
         if reply is None:
             raise RankGoneError("the rank's process ended while it compiled a grammar")
         if reply.broken:
@@ -134,7 +168,7 @@ class MultiprocExecutor(Executor):
 
     # -- the socket ----------------------------------------------------------------------------------------------
 
-    def _send(self, message: Build | RunStep | Back) -> None:
+    def _send(self, message: ToRank) -> None:
         data = memoryview(wire.frame(message))
         while data:
             try:
@@ -186,7 +220,7 @@ class _Grammars:
         self._listener: threading.Thread | None = None
         self._gone = False
 
-    def ask(self, grammar: str, param: str) -> Prepared | None:
+    def ask(self, question: Callable[[int], Aside]) -> Prepared | None:
         """None: the rank is gone."""
         answer: queue.SimpleQueue[Prepared | None] = queue.SimpleQueue()
         with self._lock:
@@ -198,7 +232,7 @@ class _Grammars:
                 self._listener = threading.Thread(target=self._listen, name="penstock-grammars", daemon=True)
                 self._listener.start()
             with suppress(OSError):  # the listener hears of it, too
-                self._sock.sendall(wire.frame(Prepare(number, grammar, param)))
+                self._sock.sendall(wire.frame(question(number)))
         return answer.get()
 
     def _listen(self) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
+from penstock.base.memory import trim
 from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.weight_swap import WeightFacts
 from penstock.plan.resolve import Plan
+
+if TYPE_CHECKING:
+    from penstock.engine.blackbox import BlackBox
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -57,6 +64,29 @@ class Rank(Protocol):
     def spoil(self, step: int) -> None: ...
 
     def watch(self, progress: int) -> None: ...
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        """See `Executor.ready_weights`."""
+        ...
+
+    def switched(self) -> Rank:
+        """The rank over the weights that were readied last, which has what this one had; this one is done."""
+        ...
+
+
+def switched(rank: Rank, box: BlackBox | None) -> tuple[Rank, float]:
+    """`rank.switched`, watched, and the seconds that it took; the old weights' memory is given back."""
+    began = time.perf_counter()
+    new = rank.switched()
+    if box is not None:
+        new.watch(box.progress_address)
+    del rank
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the old rank lives in cycles, and what is frozen is never looked at
+    trim()
+    if frozen:
+        gc.freeze()
+    return new, time.perf_counter() - began
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +27,22 @@ from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.prepare import NUM_THREADS
-from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, RunStep, ToRank
-from penstock.executor.rank import AheadRank, Rank, RankFactory
+from penstock.executor.messages import (
+    Aside,
+    Back,
+    Build,
+    Built,
+    FromRank,
+    Prepare,
+    Prepared,
+    ReadWeights,
+    Result,
+    RunStep,
+    Switch,
+    Switched,
+    ToRank,
+)
+from penstock.executor.rank import AheadRank, Rank, RankFactory, switched
 
 EXIT_NOT_BUILT = 72
 _SIGN_S = 0.25
@@ -68,7 +82,7 @@ def main(argv: list[str], build: RankFactory) -> int:
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     say(Built(rank.packed_file))
     try:
-        run(sock, rank)
+        run(sock, rank, grammars.serve, box)
     except BaseException as error:  # a panic of a library in Rust is no Exception
         traceback.print_exc(file=log)
         say(Failed("EngineError", f"a step of the rank failed ({type(error).__name__}: {error})"))
@@ -76,8 +90,8 @@ def main(argv: list[str], build: RankFactory) -> int:
     return 0
 
 
-def run(sock: socket.socket, rank: Rank) -> None:
-    """Steps until nobody asks for more. Raises what breaks the rank."""
+def run(sock: socket.socket, rank: Rank, serve: Callable[[Rank], None], box: BlackBox | None) -> None:
+    """Steps until nobody asks for more. `serve` hears of another rank. Raises what breaks the rank."""
     decode = msgspec.msgpack.Decoder(ToRank).decode
     ahead = rank if isinstance(rank, AheadRank) else None
     launched: deque[Any] = deque()
@@ -96,11 +110,23 @@ def run(sock: socket.socket, rank: Rank) -> None:
                 launched.append(ahead.launch(message.output))
         elif isinstance(message, Back):
             rank.back(message.num_slabs)
-        if result is not None:
-            try:
-                sock.sendall(wire.frame(Result(result)))
-            except OSError:
+        elif isinstance(message, Switch):
+            rank, seconds = switched(rank, box)
+            serve(rank)
+            ahead = rank if isinstance(rank, AheadRank) else None
+            if not _answer(sock, Switched(seconds)):
                 return
+        if result is not None and not _answer(sock, Result(result)):
+            return
+
+
+def _answer(sock: socket.socket, message: Result | Switched) -> bool:
+    """False: nobody is there."""
+    try:
+        sock.sendall(wire.frame(message))
+    except OSError:
+        return False
+    return True
 
 
 def _comes_first(sock: socket.socket, rank: AheadRank, launched: Any) -> bool:
@@ -142,24 +168,34 @@ class Grammars(threading.Thread):
         self._rank = rank
 
     def run(self) -> None:
-        decode = msgspec.msgpack.Decoder(Prepare).decode
+        decode = msgspec.msgpack.Decoder(Aside).decode
         while (frame := wire.read_frame(self._sock)) is not None:
             self._pool.submit(self._prepare, decode(frame))
         os._exit(0)
 
-    def _prepare(self, job: Prepare) -> None:
+    def _prepare(self, job: Aside) -> None:
         assert self._rank is not None, "nobody asks before it is built"
+        reply = self._read(self._rank, job) if isinstance(job, ReadWeights) else self._compile(self._rank, job)
+        with self._lock:
+            self._sock.sendall(wire.frame(reply))
+
+    def _read(self, rank: Rank, job: ReadWeights) -> Prepared:
+        try:
+            return Prepared(job.number, weights=rank.ready_weights(job.path))
+        except Exception as error:
+            return Prepared(job.number, failed=wire.failed_of(error, "the weights cannot be read"))
+
+    def _compile(self, rank: Rank, job: Prepare) -> Prepared:
         reply = Prepared(job.number)
         try:
-            self._rank.prepare(job.grammar, job.param)
+            rank.prepare(job.grammar, job.param)
         except InputError as error:
             reply = Prepared(job.number, str(error), error.param, error.code)
         except BaseException as error:
             traceback.print_exc()
             why = f"the grammar could not be compiled ({type(error).__name__}: {error})"
             reply = Prepared(job.number, why, broken=True)
-        with self._lock:
-            self._sock.sendall(wire.frame(reply))
+        return reply
 
 
 @contextmanager

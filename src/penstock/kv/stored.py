@@ -118,6 +118,11 @@ class StoredBlocks:
 
     # -- names ---------------------------------------------------------------------------------------------------
 
+    def renamed(self, fingerprint: str) -> None:
+        """Keys and values are those of other weights from now on; what sequences know of names is void."""
+        self._settings = self._settings._replace(fingerprint=fingerprint)
+        self.names.fingerprint = fingerprint
+
     @property
     def block_bytes(self) -> int:
         """Of a block there."""

@@ -240,7 +240,7 @@ def engine_core(
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 
-        policy = WithAdapters(policy, config.lora.max_loras, config.lora.lora_merge_threshold)
+        policy = placed = WithAdapters(policy, config.lora.max_loras, config.lora.lora_merge_threshold)
     scheduler = Scheduler(
         kv,
         policy,
@@ -256,4 +256,6 @@ def engine_core(
         conservativeness=config.scheduler.schedule_conservativeness,
         drafts=drafts or make_controller(config, timer),
     )
+    if config.lora.enable_lora:
+        placed.queues = scheduler
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

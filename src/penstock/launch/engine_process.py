@@ -22,12 +22,14 @@ from typing import Any, TextIO
 
 import msgspec
 
-from penstock.base.errors import RankGoneError
+from penstock.base.errors import ModelError, RankGoneError
 from penstock.base.memory import trim
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
 from penstock.core.protocols import Executor
+from penstock.core.request import Control
 from penstock.core.spare import SpareWork
+from penstock.core.weight_swap import WeightsOrder
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
@@ -63,6 +65,8 @@ def main(argv: list[str]) -> int:
         BlockFiles.trouble = staticmethod(faults.at_store)  # type: ignore[method-assign]
         faults.at("load")
         loaded = load(hello, speaker, box)
+        if hello.weights is not None:
+            take_up(loaded.core, hello.weights)
     except Exception as error:
         speaker.say(wire.failed_of(error, "the engine could not be started"))
         return EXIT_NOT_STARTED
@@ -110,6 +114,16 @@ def greet(sock: socket.socket) -> Hello | None:
         )
     )
     return None
+
+
+def take_up(core: EngineCore, order: WeightsOrder) -> None:
+    """The weights that the engine before had. Raises ModelError if they are no longer there."""
+    facts = core.executor.ready_weights(order.path)
+    if order.facts is not None and facts.content != order.facts.content:
+        raise ModelError(f"the weights {order.version} at {order.path} have changed since they were taken up")
+    core.add(Control(kind="weights", weights=msgspec.structs.replace(order, facts=facts)))
+    while core.has_work:
+        core.step()
 
 
 class Speaker:

@@ -26,8 +26,9 @@ from penstock.core.output import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from penstock.core.request import Abort, Request
+from penstock.core.request import Abort, Control, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.core.weight_swap import MODES, WeightsOrder
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
@@ -329,6 +330,33 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. What runs goes on, but puts nothing into the cache any more."""
         self._engine.core.kv.reset_prefix_cache()
+
+    def update_weights(
+        self, path: str | os.PathLike[str], *, version: str | None = None, mode: str = "wait"
+    ) -> str:  # fmt: skip
+        """Other weights of the same model, from the next token on that this call has not computed. Returns their
+        version: `version`, or the beginning of the hash of their content.
+
+        `mode`: what becomes of open streams. `wait`: they end over the old weights first; `abort`; `recompute`: they go
+        on over the new ones, and their keys and values are computed again; `keep`: those stay as they are, and what
+        follows is that of neither weights. Outputs say which weights their tokens are of (`weight_version`).
+        Raises PenstockError with why the old ones stay: of another model, damaged, no memory for both.
+        """
+        if mode not in MODES:
+            raise InputError(f"mode: {mode!r} is none of {', '.join(MODES)}", param="mode")
+        core, name = self._engine.core, f"weights-{self._next_number()}"
+        facts = core.executor.ready_weights(os.fspath(path))
+        order = WeightsOrder(os.fspath(path), version or facts.content[:12], mode, facts)
+        self._processor.orders[name] = order
+        core.add(Control(kind="weights", request_id=name, weights=order))
+        while name in self._processor.orders:
+            self._step()
+        return order.version
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that run."""
+        return self._processor.version
 
     @property
     def engine(self) -> Engine:

@@ -72,8 +72,12 @@ class Parts(NamedTuple):
     load_adapter: Load | None = None
 
 
-def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False) -> Runner:
-    """Raises: ConfigError for settings that do not fit each other."""
+def make_rank(
+    config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False, like: Runner | None = None
+) -> Runner:
+    """`like`: over other weights; its rows and its memory are those of the new one. Mutates: the storage of `like`.
+
+    Raises: ConfigError for settings that do not fit each other."""
     num_own = len(plan.own_groups)
     assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
     keeping = keeping_of(config)
@@ -88,12 +92,12 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         make_storage = partial(ChunkedStorage, chunk_blocks=chunk)
         num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, length, plan.max_num_seqs)
     new_plane = None if parts.backend is None else parts.backend.new_plane
-    storage = make_storage(
+    storage = like.storage if like is not None else make_storage(
         plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None,
         tier=config.cache.swap_tier, poison=poison, new=new_plane,
     )  # fmt: skip
     offload = offload_of(config.cache.kv_offload)
-    if offload is not None:
+    if offload is not None and like is None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
         codec = make_block_codec(config.cache.kv_offload_format, plan.own_groups, plan.block_size)
         planes: Sequence[Planes] = storage.planes[:num_own]
@@ -121,7 +125,7 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
                 field="lora_merge_threshold",
             )
         storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
-    rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
+    rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size) if like is None else like.rows
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     streams = None
     if config.cache.kv_allocator == "layerkv":
@@ -154,7 +158,7 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     ahead = can_run_ahead(
         depth, parts.forward, sampler, drafter=drafter, verifier=verifier, selections=selections
     )  # fmt: skip
-    return (AheadRunner if ahead else Runner)(
+    rank = (AheadRunner if ahead else Runner)(
         parts.forward,
         rows,
         storage,
@@ -172,3 +176,6 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         depth=depth,
         strict=poison,
     )
+    if like is not None:
+        rank.greet(like)
+    return rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,21 +10,26 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.base.clock import Clock, MonotonicClock
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.model_spec import ModelSpec
+from penstock.core.weight_swap import WeightFacts
 from penstock.executor.rank import Progress, RankSpec
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
+from penstock.formats.files import quoted
 from penstock.launch.assemble import model_parts
 from penstock.launch.backend import backend_of, packed_weights
-from penstock.launch.drafts import OpenDraft, reopened
-from penstock.launch.parts import make_rank
+from penstock.launch.drafts import OpenDraft, own_heads, reopened, runs_own_head
+from penstock.launch.parts import Parts, make_rank
 from penstock.launch.plugins import load_plugins
 from penstock.launch.selection import kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.ops.stored import Weight
 from penstock.plan.resolve import Plan
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.runner.runner import Runner
@@ -76,8 +82,6 @@ def build_rank(
         named = zip(plan.drafts, spec.drafts, strict=True)
         files = open_files(config, spec.model, [reopened(config, draft.name, path) for draft, path in named])
     checkpoint = files.checkpoint
-    needed = config.speculation is not None or config.selection is not None
-    tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
     grammars = None
     if not config.model.skip_tokenizer_init and files.tokenizer.kind != "none":
         grammars = grammar_cache(
@@ -86,8 +90,77 @@ def build_rank(
         if spec.warm_grammars:
             with suppress(InputError):  # tokens that are not bytes; the validator refuses
                 grammars.compiler()
+    parts, weights, packed_file = read_parts(config, plan, files, grammars, loading)
+    rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
+    rank.packed_file = packed_file
+    release_pages(weights)
+    rank.reload = Reloader(config, plan, files, grammars, clock or MonotonicClock())
+    return rank
+
+
+class Reloader:
+    """See `runner.runner.Reload`: what read the first weights reads others."""
+
+    def __init__(
+        self, config: EngineConfig, plan: Plan, files: ModelFiles, grammars: GrammarCache | None, clock: Clock
+    ) -> None:
+        self._config, self._plan, self._files, self._grammars, self._clock = config, plan, files, grammars, clock
+        self._next: tuple[ModelFiles, Parts, dict[str, Weight]] | None = None
+        self._reads = threading.Lock()
+
+    def read(self, path: str) -> WeightFacts:
+        """Raises: UnsupportedError, ModelError, CapacityError with why these cannot follow the running ones."""
+        began = self._clock.now()
+        if self._next is not None or not self._reads.acquire(blocking=False):
+            raise UnsupportedError("weights are being swapped already; wait for that")
+        try:
+            facts = self._read(path)
+        finally:
+            self._reads.release()
+        return msgspec.structs.replace(facts, read_s=self._clock.now() - began)
+
+    def _read(self, path: str) -> WeightFacts:
+        from penstock.launch.reload import facts_of, same_model, stamps  # nobody else needs it
+
+        config, files = self._config, self._files
+        checkpoint, stored = same_model(config, self._plan, files.checkpoint, path)
+        drafts = own_heads(config, checkpoint) if runs_own_head(config) else files.draft_models
+        files = replace(files, checkpoint=checkpoint, stored=stored, draft_models=drafts)
+        before = stamps(checkpoint)
+        facts = facts_of(config, self._plan, checkpoint)
+        parts, weights, _ = read_parts(self._config, self._plan, files, self._grammars, None, keep=False)
+        if stamps(checkpoint) != before:
+            raise ModelError(f"{quoted(path)} changed while it was read")
+        self._next = files, parts, weights
+        return facts
+
+    def switch(self, rank: Runner) -> Runner:
+        assert self._next is not None, "nothing was readied"
+        (self._files, parts, weights), self._next = self._next, None
+        new = make_rank(self._config, self._plan, parts, self._clock, like=rank)
+        release_pages(weights)
+        new.packed_file, new.reload = rank.packed_file, self
+        return new
+
+
+def read_parts(
+    config: EngineConfig,
+    plan: Plan,
+    files: ModelFiles,
+    grammars: GrammarCache | None,
+    loading: Progress | None,
+    *,
+    keep: bool = True,
+) -> tuple[Parts, dict[str, Weight], str]:
+    """The parts of a rank, the weights as they were read, and `Executor.packed_file`. `keep`: what is packed is kept
+    for the next start. Raises as `build_rank`."""
+    checkpoint = files.checkpoint
+    needed = config.speculation is not None or config.selection is not None
+    tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
     backend = backend_of(config)
     packed = packed_weights(config, checkpoint, plan, backend)
+    if packed is not None and not keep and packed.matrices is None:
+        packed = None
     skip = packed.names() if packed is not None else ()
     was_packed = packed is not None and packed.matrices is not None
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
@@ -112,11 +185,8 @@ def build_rank(
         kinds=kinds_of(tokenizer),
         load_adapter=load_adapter,
     )
-    rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
-    if packed is not None:
-        rank.packed_file = "read" if was_packed else "made"
-    release_pages(weights)
-    return rank
+    packed_file = "" if packed is None else "read" if was_packed else "made"
+    return parts, weights, packed_file
 
 
 def grammar_cache(read: Callable[[], Tokenizer | None], limits: Limits, max_bytes: int) -> GrammarCache:

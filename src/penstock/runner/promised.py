@@ -28,6 +28,10 @@ class Promises:
         self.late: list[int] = []
         """Rows that `keep` gave a stand-in for a token."""
 
+    def follow(self, other: Promises) -> None:
+        """The rows are those of another rank, which has told them of these tokens."""
+        self._chosen, self._early = other._chosen, other._early
+
     def settled(self, result: StepOutput) -> None:
         """The step that ran last yielded this."""
         for sampled in result.sampled:

@@ -89,6 +89,13 @@ class RowStore:
         assert seq_id in self._rows, f"sequence {seq_id} is not on this rank"
         return self._rows[seq_id]
 
+    def entered(self) -> list[AddedRow]:
+        """All of them, as if they entered now."""
+        return [
+            AddedRow(seq_id, row.sample_index, row.tokens.tolist(), row.prompt_len, row.rules)
+            for seq_id, row in self._rows.items()
+        ]
+
     def apply(self, output: SchedulerOutput) -> None:
         """The row lists of a step, in the order that `core.batch` lays down. Mutates: self."""
         for fork in output.forked:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -15,11 +15,13 @@ from msgspec.structs import replace as replaced
 
 from penstock.base.bf16 import F32
 from penstock.base.clock import Clock
+from penstock.base.errors import UnsupportedError
 from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.page_ops import BlendOp
 from penstock.core.protocols import Drafter, PromptDrafter
+from penstock.core.weight_swap import WeightFacts
 from penstock.model.forward import (
     ChoosingForward,
     ExpertForward,
@@ -56,6 +58,14 @@ NO_STATES = np.zeros((0, 0), np.float32)
 
 LOAD_WAIT_S = 0.02
 """How long a step without rows waits for a load."""
+
+
+class Reload(Protocol):
+    """Reads other weights of the model, beside the steps, and makes the rank over them (`launch.reload`)."""
+
+    def read(self, path: str) -> WeightFacts: ...
+
+    def switch(self, rank: Runner) -> Runner: ...
 
 
 class Planned(msgspec.Struct, gc=False):
@@ -125,6 +135,8 @@ class Runner:
             strict: each step checks that no row writes a page of another (tests).
         """
         self.packed_file = ""  # what builds it knows
+        self.reload: Reload | None = None
+        """Who reads other weights; None: nobody can."""
         self.vocab_size = rows.vocab_size
         self.rows = rows
         self.storage = storage
@@ -189,6 +201,28 @@ class Runner:
         """Compile it, in any thread. Raises: InputError for the parameter `param` if that cannot be done."""
         if self.grammars is not None:
             self.grammars.check(grammar, param)
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        if self.reload is None:
+            raise UnsupportedError("weights in the memory of this process are not swapped; start from files")
+        return self.reload.read(path)
+
+    def switched(self) -> Runner:
+        assert self.reload is not None, "they were readied"
+        return self.reload.switch(self)
+
+    def greet(self, before: Runner) -> None:
+        """It goes on with the rows of another rank: who follows rows hears of them. Mutates: those."""
+        if self._promises is not None and before._promises is not None:
+            self._promises.follow(before._promises)
+        output = SchedulerOutput(-1, added=self.rows.entered())
+        self.sampler.chain.track(output)
+        if self.storage.adapters is not None:
+            self.storage.adapters.begin(output)
+        if self.selections is not None:
+            self.selections.track(output)
+        if self.drafter is not None:
+            self._track(output)
 
     def spoil(self, step: int) -> None:
         """A fault for tests: the first row of logits of step number `step`, or the next that has any, becomes NaN."""

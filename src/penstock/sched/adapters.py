@@ -1,7 +1,9 @@
 """No more adapters at once than a rank has places for: a scheduling policy around another.
 
 Whose adapter has no place is passed over until one is free, but not for ever: once it has been passed over for PATIENCE
-steps, nobody behind it enters. Adapters of those who wait are named to the rank, which reads them beside the steps.
+steps, nobody behind it enters. Under a policy by which some displace others (`fair`), whoever may take the places of
+all who run with one adapter takes that adapter's place, too: shares are those of tenants, over all of their adapters.
+Adapters of those who wait are named to the rank, which reads them beside the steps.
 Source: Sheng et al., S-LoRA, arXiv 2311.03285, sections 4.2 (which run) and 5.2 (prefetching).
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.core.adapter import AdapterRef
 from penstock.core.page_ops import AdapterOp
@@ -21,6 +23,15 @@ MERGE_WINDOW = 32
 """Steps over which the share of those that have one adapter alone is counted."""
 WINDOW = 16
 """Adapters of those who wait, the first in the queue first, that are read ahead."""
+
+
+class Preempting(Protocol):
+    """The scheduler, as far as places concern it."""
+
+    @property
+    def running(self) -> Seq[Sequence]: ...
+
+    def preempt(self, seq: Sequence) -> None: ...
 
 
 class WithAdapters:
@@ -37,6 +48,8 @@ class WithAdapters:
         self._kv: Any = None
         self.num_waiting = 0
         """Of those who wait, how many lack a place for their adapter."""
+        self.queues: Preempting | None = None
+        """The scheduler, once there is one."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -75,7 +88,35 @@ class WithAdapters:
                 self._merged = ref
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
-        return [seq for seq in self._inner.claims(waiting) if seq.seq_id not in self._passed]
+        claims = self._inner.claims(waiting)
+        for seq in claims:
+            if self._take_place(seq):
+                break
+        return [seq for seq in claims if seq.seq_id not in self._passed]
+
+    def _take_place(self, newcomer: Sequence) -> bool:
+        """The fewest who run with one adapter leave for `newcomer`, whose adapter has no place, if each of them would
+        for a place alone. Returns whether somebody left."""
+        ref = newcomer.request.rules.adapter
+        if ref is None or self.queues is None or newcomer.seq_id not in self._passed:
+            return False
+        users: dict[bytes, list[Sequence]] = {}
+        running = list(self.queues.running)
+        for seq in running:
+            if (own := seq.request.rules.adapter) is not None:
+                users.setdefault(own.hash, []).append(seq)
+        if ref.hash in users or len(users) < self._max:
+            return False
+        for victims in sorted(users.values(), key=len):
+            left = list(victims)
+            others = [seq for seq in running if seq not in victims]
+            while left and self._inner.displaced([*others, *left], newcomer) in left[-1:]:
+                left.pop()  # whoever comes last leaves first
+            if not left:
+                for seq in victims:
+                    self.queues.preempt(seq)
+                return True
+        return False
 
     def _allowed(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> set[int]:
         used = {ref.hash for seq in running if (ref := seq.request.rules.adapter) is not None}

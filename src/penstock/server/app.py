@@ -44,6 +44,7 @@ from penstock.server.routes import (
     pooling,
     responses,
     text,
+    weights,
 )
 from penstock.server.schema.openapi import Documentation
 from penstock.server.transport.http_server import HttpServer, uvicorn_config
@@ -57,13 +58,14 @@ from penstock.text.defaults import sampling_decision
 log = logging.getLogger("penstock.server")
 MODULES = (
     chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
-    batches, finetuning, ollama, llama_server, ops, docs, admin, page,
+    batches, finetuning, ollama, llama_server, ops, docs, admin, weights, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 _EXPOSED = (
     "x-request-id", "retry-after", "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens",
     "x-ratelimit-remaining-requests", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
+    "x-penstock-weight-version",
 )  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -174,6 +176,8 @@ class Around:
                 started = True
                 headers = message.setdefault("headers", [])
                 headers.append((b"x-request-id", request_id.encode()))
+                if (version := self.server.weight_version) is not None:
+                    headers.append((b"x-penstock-weight-version", version.encode()))
                 if gate is not None:
                     headers += gate.headers(state["tenant"])
                 ignored = state.get("ignored")

@@ -57,3 +57,8 @@ class Server:
     def names(self) -> list[str]:
         """By which requests call its model now, adapters among them."""
         return [self.model_name, *self.aliases, *(() if self.adapters is None else self.adapters.names)]
+
+    @property
+    def weight_version(self) -> str | None:
+        """Of the weights in force; None where nobody wants to know."""
+        return self.client.weight_version if self.client.tells_weights else None

@@ -29,7 +29,11 @@ from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 log = logging.getLogger("penstock.server")
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping")
+ADMIN_PATHS = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping",
+    "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/pause", "/resume", "/is_paused",
+    "/get_weight_version",
+)  # fmt: skip
 """Besides those below /admin/ and /v1/fine_tuning/."""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""

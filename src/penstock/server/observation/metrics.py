@@ -103,6 +103,8 @@ _ENGINE_COUNTERS = (
     ("experts_foreseen", "Of these, those that were asked for then.", "num_experts_foreseen", OURS),
     ("expert_read_bytes", "Bytes of experts read from the disk.", "expert_read_bytes", OURS),
     ("expert_stall_seconds", "Seconds that steps waited for experts.", "expert_stall_s", OURS),
+    ("weight_swaps", "Times that other weights were taken up.", "num_weight_swaps", OURS),
+    ("weight_swap_seconds", "Seconds for which nothing ran meanwhile.", "weight_swap_s", OURS),
     ("lora_adapters_wanted", "Times that a row needed its adapter.", "num_adapters_wanted", OURS),
     ("lora_adapter_hits", "Times that it was in memory already.", "num_adapter_hits", OURS),
     ("lora_adapters_given_up", "Adapters that left memory for others.", "num_adapters_given_up", OURS),
@@ -449,6 +451,10 @@ class Metrics(Collector):
         info = self.server.client.info
         if info is None:
             return
+        if (version := self.server.weight_version) is not None:
+            text = "The version of the weights in force, and whether generation is paused."
+            labels = (version, str(int(self.server.client.paused)))
+            yield from self._labelled(GaugeMetricFamily, "weights_info", text, ("version", "paused"), {labels: 1}, OURS)
         config = {
             "block_size": info.block_size, "num_gpu_blocks": info.num_blocks, "cache_dtype": info.kv_dtype or "auto",
             "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs,

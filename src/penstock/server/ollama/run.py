@@ -103,6 +103,7 @@ class OllamaRun:
             line.total_duration, line.prompt_eval_duration, line.eval_duration = (round(1e9 * s) for s in spans)
             line.load_duration = 0
             line.prompt_eval_count, line.eval_count = usage.prompt_tokens, usage.completion_tokens
+            line.weight_version, line.weight_versions = usage.weight_version, usage.weight_versions
         return line
 
 

@@ -152,12 +152,14 @@ class Chat:
         choices = [self._choice(answer, written.get(answer.index), parts) for answer in answers]
         if self._body.prompt_logprobs is not None:
             parts.append(await self._prompt_logprobs())
+        usage = self._turn.usage()
         whole = ChatCompletion(
             id=self._turn.id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=self._turn.usage(),
+            usage=usage,
+            system_fingerprint=usage.weight_version or None,
             prompt_logprobs=GAP if self._body.prompt_logprobs is not None else UNSET,
             prompt_token_ids=self._turn.prompt.ids if self._body.return_token_ids else UNSET,
         )
@@ -206,7 +208,7 @@ class Chat:
         running = options is not None and bool(options.continuous_usage_stats) and with_usage
         head: dict[str, Any] = {
             "id": self._turn.id, "object": "chat.completion.chunk", "created": self._created, "model": self._model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._server.weight_version,
         }  # fmt: skip
         chunks = ChunkWriter(head, with_usage=with_usage)
         opened: set[int] = set()

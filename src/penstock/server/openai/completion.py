@@ -303,7 +303,12 @@ class Completing:
         choices = [self._whole(choice, told[choice.index // self._n], parts) for choice in self._choices]
         return Pieces(
             Completion(
-                id=self.id, created=self._created, model=self._model, choices=choices, usage=self._meter.usage()
+                id=self.id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                usage=(usage := self._meter.usage()),
+                system_fingerprint=(self._server.weight_version and usage.weight_version) or None,
             ),
             parts,
         )
@@ -357,7 +362,7 @@ class Completing:
         running = options is not None and bool(options.continuous_usage_stats) and with_usage
         head = {
             "id": self.id, "object": "text_completion", "created": self._created, "model": self._model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._server.weight_version,
         }  # fmt: skip
         chunks = ChunkWriter(head, with_usage=with_usage)
         first = set(range(len(self._choices))) if self._body.return_token_ids else set()

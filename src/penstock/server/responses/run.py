@@ -141,6 +141,8 @@ class ResponseRun:
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=self._reasoning_tokens),
                 total_tokens=usage.total_tokens,
+                weight_version=usage.weight_version,
+                weight_versions=usage.weight_versions,
             ),
         )
         self._log([*events, self._writer.say(final_kind(status), response=self.response)])

@@ -30,7 +30,7 @@ class AbortRequest(msgspec.Struct):
     request_id: str
 
 
-def _for_admin(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def for_admin(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def checked(request: Request) -> Response:
         server: Server = request.app.state.server
         keys = server.parts.get("keys")
@@ -165,13 +165,13 @@ def _names(stream: Any) -> tuple[str, ...]:
 
 
 ROUTES: list[BaseRoute] = [
-    Route("/admin/requests", _for_admin(requests), methods=["GET"]),
-    Route("/admin/abort", _for_admin(abort), methods=["POST"]),
-    Route("/admin/evict_prefix_cache", _for_admin(evict_prefix_cache), methods=["POST"]),
-    Route("/v1/load_lora_adapter", _for_admin(load_adapter), methods=["POST"]),
-    Route("/v1/unload_lora_adapter", _for_admin(unload_adapter), methods=["POST"]),
-    Route("/sleep", _for_admin(sleep), methods=["POST"]),
-    Route("/wake_up", _for_admin(wake_up), methods=["POST"]),
-    Route("/is_sleeping", _for_admin(is_sleeping), methods=["GET"]),
-    Route("/admin/reset_prefix_cache", _for_admin(reset_prefix_cache), methods=["POST"]),
+    Route("/admin/requests", for_admin(requests), methods=["GET"]),
+    Route("/admin/abort", for_admin(abort), methods=["POST"]),
+    Route("/admin/evict_prefix_cache", for_admin(evict_prefix_cache), methods=["POST"]),
+    Route("/v1/load_lora_adapter", for_admin(load_adapter), methods=["POST"]),
+    Route("/v1/unload_lora_adapter", for_admin(unload_adapter), methods=["POST"]),
+    Route("/sleep", for_admin(sleep), methods=["POST"]),
+    Route("/wake_up", for_admin(wake_up), methods=["POST"]),
+    Route("/is_sleeping", for_admin(is_sleeping), methods=["GET"]),
+    Route("/admin/reset_prefix_cache", for_admin(reset_prefix_cache), methods=["POST"]),
 ]

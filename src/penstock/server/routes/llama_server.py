@@ -243,6 +243,8 @@ class LlamaRun:
             stopping_word=word,
             tokens_cached=usage.prompt_tokens_details.cached_tokens,
             timings=self._timings(),
+            weight_version=usage.weight_version,
+            weight_versions=usage.weight_versions,
         )
 
     def _decoded(self, ids: list[int]) -> str:

@@ -148,6 +148,7 @@ class MessageRun:
             input_tokens=usage.prompt_tokens - cached - made, output_tokens=usage.completion_tokens,
             cache_read_input_tokens=cached, cache_creation_input_tokens=made,
             cache_creation=CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour),
+            weight_version=usage.weight_version, weight_versions=usage.weight_versions,
         )  # fmt: skip
 
     def _room_was_less(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -36,6 +37,7 @@ def _model(server: Server, name: str) -> Model:
         root=name if adapted else server.model_name,
         parent=server.model_name if adapted else None,
         max_model_len=limits.context[0],
+        weight_version=server.client.weight_version if server.client.tells_weights else UNSET,
         default_sampling_params=sampling_defaults(server),
         capabilities={
             "chat": bool(server.service.chat_template or server.service.named_templates),

@@ -46,6 +46,8 @@ def _unready(server: Server) -> WireError | None:
         done, total = client.loading
         so_far = f" ({done // _MIB} of {total // _MIB} MiB)" if total else ""
         return WireError(503, f"the model is being loaded{so_far}", code="loading", retry_after_s=1.0)
+    if client.paused:
+        return WireError(503, "generation is paused (/continue_generation)", code="paused")
     ready, reason = client.ready()
     if not ready:
         code = "engine_stalled" if client.state == "ready" else f"engine_{client.state}"
@@ -126,6 +128,8 @@ async def state(request: Request) -> Response:
         "state": client.state,
         "unready": reason.message if reason is not None else None,
         "restarts": client.num_restarts,
+        "weights": {"version": client.weight_version, "paused": client.paused,
+                    "swaps": stats.counter("num_weight_swaps")},
         "convictions": {
             "convicted": client.convictions.num_convicted, "refused": client.convictions.num_refused,
             "held": len(client.convictions),

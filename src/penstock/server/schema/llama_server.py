@@ -87,3 +87,5 @@ class LlamaCompletion(msgspec.Struct, kw_only=True):
     tokens_cached: int
     timings: LlamaTimings
     completion_probabilities: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[list[tuple[int, int, str]]] | msgspec.UnsetType = msgspec.UNSET

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from penstock.core.compression import PromptCompression
 from penstock.core.sampling import RepetitionDetectionParams
@@ -75,6 +76,8 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
     cache_creation: CacheCreation = CacheCreation()
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[list[tuple[int, int, str]]] | UnsetType = UNSET
 
 
 class MessageObject(msgspec.Struct, kw_only=True):

@@ -121,6 +121,8 @@ class OllamaAnswer(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[list[tuple[int, int, str]]] | UnsetType = UNSET
 
 
 class OllamaEmbeddings(msgspec.Struct, kw_only=True):

@@ -83,13 +83,19 @@ class CompletionTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens. `cached_tokens` of the prompt were not computed again. With speculation, details of its drafts."""
+    """Tokens. `cached_tokens` of the prompt were not computed again. With speculation, details of its drafts.
+
+    `weight_version`: of the weights, where these may be swapped. `weight_versions`: of an answer that went over to
+    others, for each sample (first token, end, version) of each run of tokens.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[list[tuple[int, int, str]]] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -215,6 +221,7 @@ class Model(msgspec.Struct, kw_only=True):
     root: str | None = None
     parent: str | None = None
     max_model_len: int
+    weight_version: str | UnsetType = UNSET
     default_sampling_params: dict[str, Any]
     capabilities: dict[str, Any] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from penstock.server.schema.extras import Sampling
 from penstock.server.schema.forms import ResponseFormat
@@ -63,6 +64,8 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    weight_version: str | UnsetType = UNSET
+    weight_versions: list[list[tuple[int, int, str]]] | UnsetType = UNSET
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):

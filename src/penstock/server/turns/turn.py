@@ -179,6 +179,7 @@ class Meter:
 
     def __init__(self, streams: Sequence[Stream], *, speculates: bool = False, scoring: bool = False) -> None:
         self._prompt = {s.request_id: len(s.request.prompt_token_ids) for s in streams}
+        self._streams = streams
         self._before = sum(s.call.prompt.compressed_from for s in streams if s.call is not None)
         self._cached: dict[str, int] = {}
         self._speculates = speculates
@@ -201,7 +202,18 @@ class Meter:
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.generated, total_tokens=prompt + self.generated,
             prompt_tokens_details=cached, completion_tokens_details=self._drafts() if self._speculates else UNSET,
+            **self._weights(),
         )  # fmt: skip
+
+    def _weights(self) -> dict[str, Any]:
+        """The version of the weights: of the newest token, and of all if there are several."""
+        told = [stream.weight_versions for stream in self._streams]
+        samples = [runs for one in told for runs in one or ()]
+        last = [runs[-1][2] for runs in samples if runs]
+        if not last:
+            return {}
+        several = len({version for runs in samples for _, _, version in runs}) > 1
+        return {"weight_version": last[-1]} | ({"weight_versions": samples} if several else {})
 
     def _drafts(self) -> CompletionTokensDetails:
         """Right drafts behind the end of a sample are no part of it, so they count as rejected."""
