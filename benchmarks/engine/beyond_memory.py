@@ -1,11 +1,15 @@
 """A model of which memory holds a part: tokens/s, beside what the drive and the bytes allow (rows A24, B19, B20, B23).
 
     python -m benchmarks.engine.beyond_memory MODEL [--share 0.5] [--batches 1,32] [--rounds 5] [--json FILE]
+    python -m benchmarks.engine.beyond_memory MODEL --only readers --readers 2,4,6 --batches 32 [--json FILE]
 
 All figures are medians over rounds in which everything takes turns: the drive (the layers that come in a step, read in
 order by as many threads into memory that is warm), an engine with all weights in memory, and those that stream. A step
 can take no less than its bytes at the drive's rate, nor than the same step in memory: `of_drive` is tokens/s over what
 the first allows, `of_bound` over what both together allow. Memory is what the system counts, in front of each layer.
+
+`readers`: the same engine with so many threads that read, in turns, and the rate of the best of them. `idle`
+is the share of a run's time for which no read was on its way, `depth` how many were otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from penstock import LLM, SamplingParams
-from penstock.ops.native.packed_file import PackedStore, huge_pages
+from penstock.ops.native.packed_file import huge_pages
 from penstock.ops.native.resident import ResidentWeights
 
 PROMPT = "def read_numbers(path):\n    with open(path) as file:\n        return ["
@@ -106,19 +110,12 @@ def drive_rate(path: Path, parts: list[tuple[int, int]]) -> float:
     start = time.perf_counter()
     with ThreadPoolExecutor(r._READERS) as readers:
         for offset, num_bytes in parts:
-            cuts = range(0, num_bytes, r._PART_BYTES)
-            list(
-                readers.map(
-                    lambda a, o=offset, n=num_bytes: _raw(file.fd, o + a, out[a : min(a + r._PART_BYTES, n)]), cuts
-                )
-            )
+
+            def read(a: int, o: int = offset, n: int = num_bytes) -> None:
+                file.read(o + a, out[a : min(a + r._PART_BYTES, n)])
+
+            list(readers.map(read, range(0, num_bytes, r._PART_BYTES)))
     return sum(n for _, n in parts) / (time.perf_counter() - start)
-
-
-def _raw(fd: int, offset: int, part: Any) -> None:
-    done = 0
-    while done < len(part):
-        done += os.preadv(fd, [part.data[done:]], offset + done)
 
 
 def spans_of(found: ResidentWeights) -> list[tuple[int, int]]:
@@ -244,6 +241,72 @@ def measure_loading(model: str, options: dict[str, Any], path: Path, rounds: int
     }  # fmt: skip
 
 
+def measure_readers(
+    model: str, options: dict[str, Any], limit: int, batch: int, counts: list[int], rounds: int, tokens: int, path: Path
+) -> dict[str, Any]:
+    """Steps with so many threads that read, and what the drive did meanwhile."""
+    from penstock.ops.native import resident as r
+
+    common = options | {"max_num_seqs": batch, "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20,
+                        "enable_prefix_caching": False, "weight_memory_bytes": limit}  # fmt: skip
+    spans: list[tuple[float, float]] = []
+    plain, before = r._read, r._READERS
+
+    def timed(file: Any, offset: int, part: Any) -> bytes:
+        began = time.perf_counter()
+        file.read(offset, part)
+        spans.append((began, time.perf_counter()))
+        return r.page_sums(part)
+
+    engines: dict[int, Steps] = {}
+    rates: dict[int, list[float]] = {n: [] for n in counts}
+    used: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
+    try:
+        for n in counts:
+            r._READERS = n
+            engines[n] = Steps(LLM(model, **common), batch)
+            engines[n].run(prompts_of(engines[n].llm, batch), 4)
+            engines[n].seconds, engines[n].stalls = [], []
+        wanted = None
+        for _ in range(rounds):
+            for n, steps in engines.items():
+                r._READERS = n
+                assert steps.resident is not None
+                rates[n].append(drive_rate(path, spans_of(steps.resident)))
+                spans.clear()
+                r._read, began = timed, time.perf_counter()
+                got = steps.run(prompts_of(steps.llm, batch), tokens)
+                used[n].append(in_flight(spans, time.perf_counter() - began))
+                r._read = plain
+                assert wanted in (None, got), "the same tokens"
+                wanted = got
+    finally:
+        r._READERS, r._read = before, plain
+    rate = max(statistics.median(found) for found in rates.values())
+    out: dict[str, Any] = {"batch": batch, "drive_gb_s": rate / 1e9, "readers": {}}
+    for n, steps in engines.items():
+        drive_s, step_s = steps.median(steps.bytes) / rate, steps.median(steps.seconds)
+        out["readers"][n] = {
+            "drive_gb_s": statistics.median(rates[n]) / 1e9, "step_ms": 1e3 * step_s,
+            "stalled_ms": 1e3 * steps.median(steps.stalls), "of_drive": drive_s / step_s,
+            "quickest_ms": 1e3 * min(steps.seconds), "idle": statistics.median(i for i, _ in used[n]),
+            "depth": statistics.median(d for _, d in used[n]),
+        }  # fmt: skip
+    return out
+
+
+def in_flight(spans: list[tuple[float, float]], seconds: float) -> tuple[float, float]:
+    """The share of the time with no read on its way, and how many there were in the rest."""
+    marks = sorted([(began, 1) for began, _ in spans] + [(ended, -1) for _, ended in spans])
+    depth, last, busy, area = 0, 0.0, 0.0, 0.0
+    for at, change in marks:
+        if depth:
+            busy += at - last
+            area += depth * (at - last)
+        depth, last = depth + change, at
+    return 1 - busy / seconds, area / max(busy, 1e-9)
+
+
 def _forget(path: Path) -> None:
     """Make the system's cache give the file up."""
     with path.open("rb") as file:
@@ -253,10 +316,10 @@ def _forget(path: Path) -> None:
 
 def packed_path(model: str, options: dict[str, Any]) -> Path:
     """Of the model, which is packed if it is not."""
-    llm = LLM(model, max_model_len=64, kv_cache_memory_bytes=16 << 20, packed_weights="mapped", **options)
-    del llm
-    files = sorted(PackedStore().folder.glob("*.pst"), key=lambda p: p.stat().st_mtime)
-    return files[-1]
+    llm = LLM(model, max_model_len=64, kv_cache_memory_bytes=16 << 20, packed_weights="streamed", **options)
+    found = resident_of(llm)
+    assert found is not None, "it streams"
+    return Path(str(found._path))
 
 
 def main() -> None:
@@ -268,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--only", default="batches,columns,drafts,loading")
+    parser.add_argument("--readers", default="2,4,6", help="with --only readers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     options: dict[str, Any] = {"weight_prefetch": args.prefetch}
@@ -282,6 +346,13 @@ def main() -> None:
         for batch in map(int, args.batches.split(",")):
             found["batches"].append(measure_batch(args.model, options, limit, batch, args.rounds, args.tokens, path))
             print(json.dumps(found["batches"][-1], indent=1))
+    if "readers" in only:
+        counts = [int(n) for n in args.readers.split(",")]
+        found["readers"] = [
+            measure_readers(args.model, options, limit, batch, counts, args.rounds, args.tokens, path)
+            for batch in map(int, args.batches.split(","))
+        ]
+        print(json.dumps(found["readers"], indent=1))
     if "columns" in only:
         found["columns"] = measure_columns(args.model, options, limit, 32, 4, args.rounds, args.tokens)
         print(json.dumps(found["columns"], indent=1))

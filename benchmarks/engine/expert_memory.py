@@ -14,19 +14,13 @@ real model's neurons. Text is read a token at a step, as if it were decoded. Eve
 
 Sides run in turns, on engines that share one file of packed experts; all must have the same last logits' token. `on
 demand` is a cache that holds one layer: what a token needs is read for it, and nothing is left when the next one comes.
-
-`--recall`: which share of the experts that a token uses is among as many that are named before its router is asked, in
-passages of four kinds that nothing was fitted to: by what the sequence used last, by what is used most, by matrices of
-sequences that have ended (C74), by a trained map (C73), by the next layer's router. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +31,7 @@ from benchmarks.engines import HUGE, Run, request
 from rich.console import Console
 
 from penstock.backends.native.backend import NativeBackend
-from penstock.backends.native.experts.activations import ActivationMatching
 from penstock.backends.native.experts.left import LeftExperts
-from penstock.backends.native.experts.next_router import NextRouter
-from penstock.backends.native.experts.predictor import LayerRun
 from penstock.backends.native.experts.recorder import RoutingRecorder
 from penstock.backends.native.experts.routers import LayerRouter
 from penstock.backends.native.experts.trained import fit
@@ -61,7 +52,6 @@ from penstock.weights.load import load_weights
 
 MODEL = Path.home() / ".cache" / "penstock" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "corpus"
-PASSAGES, HELD_OUT, PASSAGE_TOKENS = 10, 3, 64
 NOVELS = ("children/carroll_alices_adventures_in_wonderland.txt", "children/grahame_the_wind_in_the_willows.txt")
 
 
@@ -124,7 +114,9 @@ class Bench:
         tokenizer = load_tokenizer(checkpoint.tokenizer, spec)
         assert tokenizer is not None
         self.tokenizer = tokenizer
-        self.texts = [tokenizer.encode_inner((CORPUS / name).read_text()[8000:24000]) for name in NOVELS]
+        self.texts = [
+            tokenizer.encode_inner((CORPUS / name).read_text()[8000:24000]) for name in (NOVELS[0], args.text)
+        ]
         weights = dict(load_weights(checkpoint.weights, spec, "float32"))
         self.spec, self.weights = split(spec, weights, args.experts, args.top_k)
         library = best_library()
@@ -153,7 +145,7 @@ class Bench:
         backend = NativeBackend(self.pool, leave=LeftExperts(1 << 40, "lru", "none"))
         return self.model.on(backend, max_tokens=1, quantization=self.args.scheme)
 
-    def _record(self, text: list[int], step: int = 1) -> RoutingRecorder:
+    def record(self, text: list[int], step: int = 1) -> RoutingRecorder:
         recorder = RoutingRecorder([self.args.experts] * len(self.spec.layers))
         self.base.stops.predictor = recorder
         config, plan = self._config(step), self._plan(step)
@@ -163,14 +155,14 @@ class Bench:
 
     def _train(self) -> None:
         """The map of `trained`, from the text that caches are warmed with."""
-        recorder = self._record(self.texts[0][512 : 512 + self.args.train])
+        recorder = self.record(self.texts[0][512 : 512 + self.args.train])
         found, mean = fit(np.concatenate(recorder.rows[0]), recorder.used())
         self.map = Path(tempfile.mkdtemp()) / "map.npz"
         np.savez(self.map, map=found, mean=mean)
 
     def _calibrate(self) -> None:
         """Logits to deviation 0.1, so that weights of the chosen are near 1; and to mean 0, unless `--unbalanced`."""
-        for n, seen in enumerate(self._record(self.texts[0][-256:]).rows):
+        for n, seen in enumerate(self.record(self.texts[0][-256:]).rows):
             weight = self.weights[f"layers.{n}.router"]
             if len(seen) < 9:  # the last layer runs only where logits are wanted
                 continue
@@ -217,71 +209,6 @@ class Bench:
             "mb_per_token": counts["expert_read_bytes"] / a.tokens / 1e6, "last": run.tokens["text"][0],
         }  # fmt: skip
 
-    def recall(self) -> dict[str, float]:
-        """See above."""
-        kinds = passages(self.tokenizer.encode_inner, PASSAGES, PASSAGE_TOKENS)
-        recorded = [[self._record(ids, PASSAGE_TOKENS) for ids in kind] for kind in kinds]
-        kept = [r for kind in recorded for r in kind[:-HELD_OUT]]
-        sizes, num, top_k = kept[0].sizes[:-1], len(self.spec.layers) - 1, self.args.top_k
-        frequent = sum(r.used().sum(axis=0) for r in kept)
-        fitted = fit(
-            np.concatenate([np.concatenate(r.rows[0]) for r in kept]), np.concatenate([r.used() for r in kept])
-        )
-        matching = ActivationMatching([None] * num, sizes)
-        for i, r in enumerate(kept):
-            follow(matching, r, i, num)
-        router = NextRouter(self.routers, [*sizes, self.args.experts])
-        hits: Counter[str] = Counter()
-        for i, r in enumerate(r for kind in recorded for r in kind[-HELD_OUT:]):
-            chosen = [np.concatenate(c) for c in r.chosen[:-1]]
-            rows = [np.concatenate(x) for x in r.rows[:-1]]
-            likely = follow(matching, r, 1000 + i, num)
-            for n in range(1, num):
-                own = slice(n * self.args.experts, (n + 1) * self.args.experts)
-                for t in range(1, PASSAGE_TOKENS):
-                    used = {*chosen[n][t].tolist()}
-                    named = {
-                        "recent": chosen[n][t - 1], "frequent": best(frequent[own], top_k),
-                        "matched": best(likely[t][n - 1][own], top_k),
-                        "trained": best((rows[0][t] @ fitted[0] + fitted[1])[own], top_k),
-                        "router": router.choose(n - 1, rows[n - 1][t : t + 1], top_k),
-                    }  # fmt: skip
-                    for name, guess in named.items():
-                        hits[name] += len(used.intersection(np.asarray(guess).tolist()))
-                    hits["all"] += len(used)
-        return {name: count / hits["all"] for name, count in hits.items() if name != "all"}
-
-
-def best(likely: Any, count: int) -> Any:
-    return np.argsort(-likely, kind="stable")[:count]
-
-
-def follow(matching: ActivationMatching, recorder: RoutingRecorder, sequence: int, num: int) -> list[list[Any]]:
-    """What it expects after each layer of each token of a sequence, which then ends."""
-    chosen, found = [np.concatenate(c) for c in recorder.chosen[:-1]], []
-    nobody = np.zeros(1, np.int32)
-    for t in range(len(chosen[0])):
-        matching.begin([sequence], ())
-        found.append([])
-        for n in range(num):
-            matching.after(LayerRun(n, chosen[n][t : t + 1], np.zeros((1, 1), np.float32), nobody))
-            found[-1].append(matching.expected(matching.running[sequence]))
-    matching.begin([], [sequence])
-    return found
-
-
-def passages(encode: Any, count: int, length: int) -> list[list[list[int]]]:
-    """Of each kind of text."""
-    code = [json.loads(line) for line in (CORPUS / "code" / "python_stdlib.jsonl").read_text().splitlines()[:40]]
-    talk = (CORPUS / "dialogue" / "sgd_train.jsonl").read_text()[: 8000 * count]
-    texts = ["\n".join(max(map(str, row.values()), key=len) for row in code), talk]
-    texts += [(CORPUS / name).read_text() for name in ("novels/doyle_a_study_in_scarlet.txt", NOVELS[0])]
-    found = []
-    for text in texts:
-        starts = np.linspace(2000, len(text) - 8 * length, count).astype(int)
-        found.append([encode(text[at : at + 8 * length])[:length] for at in starts])
-    return found
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,20 +222,11 @@ def main() -> None:
     parser.add_argument("--shares", default="0.125,0.25,0.3334,0.5,0.75,1")
     parser.add_argument("--sides", default="lru/none,lru/router,lfu/none,lifo/none,activation/activations,lru/trained")
     parser.add_argument("--train", type=int, default=1024)
-    parser.add_argument("--recall", action="store_true")
+    parser.add_argument("--text", default=NOVELS[1], help="what is read, below the corpus")
     parser.add_argument("--unbalanced", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     bench, console = Bench(args), Console()
-    if args.recall:
-        found_recall = bench.recall()
-        console.print(found_recall)
-        save(
-            args.out,
-            about(**{name: str(value) for name, value in vars(args).items() if name != "out"})
-            | {"recall": found_recall},
-        )
-        return
     sides = [Side("lru", "none", 0.0)]
     sides += [Side(*s.split("/"), float(share)) for share in args.shares.split(",") for s in args.sides.split(",")]
     found: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}

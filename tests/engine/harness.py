@@ -68,6 +68,7 @@ class Knobs:
     kv_fetch_ahead: float = 0.25
     kv_offload_eviction: str = "lru"
     kv_allocator: str = "paged"
+    layer_rows: int = 0
     max_model_len: int | None = None
     num_drafts: int = 0  # drafts of a sequence in a step
     draft_depth: int = 63
@@ -139,6 +140,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         kv_fetch_ahead=k.kv_fetch_ahead,
         kv_offload_eviction=k.kv_offload_eviction,
         kv_allocator=k.kv_allocator,
+        kv_layer_rows=k.layer_rows,
         kv_selector=k.selector,
         kv_budget=k.kept,
         kv_selector_config=k.selector_config,

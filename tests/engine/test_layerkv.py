@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, EngineError
 from penstock.config import from_kwargs
 from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec
 from penstock.core.model_spec import ModelSpec, cache_spec
-from penstock.core.page_ops import StreamOp
+from penstock.core.page_ops import HOST, StreamOp
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
@@ -23,6 +25,7 @@ from penstock.kv.layerkv import LayerKVManager, StreamRate
 from penstock.ops.native.library import best_library
 from penstock.plan.devices import device_preset
 from penstock.plan.layerkv import check_layerkv
+from penstock.runner.disk_pages import DiskPages
 from penstock.sim.metrics import metrics
 from penstock.sim.specs import find_spec
 from penstock.sim.studies.study import Bench
@@ -126,14 +129,17 @@ SHORT = Knobs(kv_allocator="layerkv", num_blocks=16, host_blocks=64, budget=16, 
 """Memory for one or two sequences."""
 
 
-@pytest.mark.parametrize(("ops", "kv_dtype"), [("ref", "float32"), ("native", "float32"), ("native", "int8")])
-def test_B24_blocks_of_layers_give_the_tokens_of_whole_ones(ops: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("ops", "kv_dtype", "tier"),
+    [("ref", "float32", "host"), ("native", "float32", "disk"), ("native", "int8", "host"), ("ref", "int8", "disk")],
+)
+def test_B24_blocks_of_layers_give_the_tokens_of_whole_ones(ops: str, kv_dtype: str, tier: str) -> None:
     """On kernels, with memory that is short, so that layers go, and come back, in the middle of prompts and answers."""
     if ops == "native" and best_library() is None:
         pytest.skip("no native kernels")
     spec, weights = deep()
     ample = real_engine(spec, weights, Knobs(ops=ops, kv_dtype=kv_dtype, num_blocks=400, prefix_cache="none"))
-    core = real_engine(spec, weights, changed(SHORT, ops=ops, kv_dtype=kv_dtype))
+    core = real_engine(spec, weights, changed(SHORT, ops=ops, kv_dtype=kv_dtype, swap_tier=tier))
     wanted = {k: c.tokens for k, c in run(ample, prompts(spec, 24, 1)).items()}
     assert {k: c.tokens for k, c in run(core, prompts(spec, 24, 1)).items()} == wanted
     kv = books(core)
@@ -144,6 +150,65 @@ def test_B24_blocks_of_layers_give_the_tokens_of_whole_ones(ops: str, kv_dtype: 
 
 def changed(knobs: Knobs, **changes: Any) -> Knobs:
     return Knobs(**{**vars(knobs), **changes})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_B19_a_column_whose_keys_and_values_are_on_the_disk_runs_together(depth: int) -> None:
+    """Eight sequences with memory for two: all decode in every step, none waits, nobody is preempted; same tokens."""
+    spec, weights = deep()
+    load = [request([3 + i, 5, 7 + i] * 6, request_id=str(i), max_tokens=20) for i in range(8)]
+    ample = real_engine(spec, weights, Knobs(num_blocks=400, prefix_cache="none"))
+    wanted = {k: c.tokens for k, c in run(ample, load).items()}
+    blocks = -(-40 // SHORT.block_size)
+    knobs = changed(
+        SHORT, num_blocks=8 * 2 * blocks // len(spec.layers) + 2, host_blocks=8 * blocks, swap_tier="disk",
+        layer_rows=8, max_model_len=40, depth=depth, budget=160,
+    )  # fmt: skip
+    core = real_engine(spec, weights, knobs)
+    assert {k: c.tokens for k, c in run(core, load).items()} == wanted
+    kv, pages = books(core), core.executor.runner.storage.tiers[HOST]  # type: ignore[attr-defined]
+    late = real_engine(spec, weights, changed(knobs, num_blocks=knobs.num_blocks + blocks // 3))
+    late.add(load[0])
+    for _ in range(16):
+        late.step()
+    assert books(late).num_brought_back > 0, "who is alone uses what nobody needs"
+    for item in load[1:]:
+        late.add(item)
+    for _ in range(2):
+        late.step()
+    assert len(books(late)._inside) == 8, "and leaves room for all others"
+    assert late.stats.num_preemptions == 0
+    assert kv.num_layerwise >= 6, "they have their layers away"
+    assert (kv.num_waits, core.stats.num_preemptions) == (0, 0)
+    assert core.stats.num_steps < 20 + 20, "they decode together"
+    assert pages.num_read > 0
+    assert pages.num_written > 0
+
+
+def test_what_waits_on_the_disk_comes_back_past_the_cache(tmp_path: Path) -> None:
+    """Drawn pages of whole sectors, of several planes: what was written is read, wherever it lies; what the disk
+    changed is noticed where that is asked for; a disk without room, and one that fails, are told of in a sentence."""
+    spec = CacheSpec("paged", (PlaneSpec("k", 2, 16, "float32"), PlaneSpec("v", 4, 16, "bfloat16")))
+    group, rng = CacheGroup(0, spec, tuple(range(5))), np.random.default_rng(1)
+    planes = {p: rng.integers(0, 99, (60, 32, h, 16)).astype(d) for p, h, d in (("k", 2, "f4"), ("v", 4, "u2"))}
+    pages = DiskPages((group,), (12,), 32, checked=True, folder=tmp_path)
+    before = {name: plane.copy() for name, plane in planes.items()}
+    source, there = (rng.permutation(60).astype(np.int32) for _ in range(2))
+    pages.write(0, there, planes, source)
+    for plane in planes.values():
+        plane[:] = 0
+    for part in np.array_split(rng.permutation(60), 7):
+        assert pages.read(0, there[part], planes, source[part])
+    assert all((planes[name] == plane).all() for name, plane in before.items())
+    assert pages.num_read == pages.num_written == sum(plane.nbytes for plane in before.values())
+    os.pwrite(pages._fds[0], b"changed", 4096)
+    assert not all(pages.read(0, there[i : i + 1], planes, source[i : i + 1]) for i in range(60))
+    with pytest.raises(ConfigError, match=r"swap_space: .* give less"):
+        DiskPages((group,), (1 << 40,), 32, folder=tmp_path)
+    pages._fds[-1], fd = os.open(tmp_path, os.O_RDONLY), pages._fds[-1]
+    with pytest.raises(EngineError, match="see to the disk"):
+        pages.read(0, there, planes, source)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -188,7 +188,8 @@ def _stored_weights(console: Console, machine: Machine) -> None:
         f"scale per {blocks} inputs, as their groups allow. Packed once, they are kept in {store.folder} "
         f"({gib(store.num_bytes())} now). --packed-weights auto copies those of up to "
         f"{gib(most_copied(machine))} into memory now, and maps larger ones. --weight-memory-bytes "
-        "keeps so many in memory, and reads the other layers from there in every step.",
+        "keeps so many in memory, and reads the other layers from there in every step; --memory-bytes shares one "
+        "budget out between weights, keys and values.",
         highlight=False, markup=False,
     )  # fmt: skip
 

@@ -72,7 +72,14 @@ def plan(args: argparse.Namespace) -> int:
         config, chosen = choose_ops(config, spec)
         config, speculates = choose_mtp(config, bool(heads))
         chosen = (*chosen, *speculates)
+        if config.execution.memory_bytes is not None:
+            from penstock.launch.offload import choose_offload
+
+            config, shared = choose_offload(config, spec, machine, stored)
+            chosen = (*chosen, *shared)
         device, traits = device_of(config, machine.num_cores), traits_of(config)
+    elif config.execution.memory_bytes is not None:
+        raise ConfigError("memory_bytes: it is shared out for this machine; leave it or --device away")
     else:
         device = find_device(args.planned_device)
     memory = args.memory or device.memory_bytes

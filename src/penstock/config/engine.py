@@ -20,6 +20,7 @@ from penstock.config.speculative import SpeculativeConfig, parse_speculative
 from penstock.core.block_codec import BLOCK_CODECS, HIDDEN, PLAIN
 from penstock.core.kv_format import parse_kv_format
 
+_KV_SIZES = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -132,6 +133,12 @@ class CacheConfig(Section):
         "waits with decoding. By default 1.2 times what such steps take without.",
         above=0.0,
     )
+    kv_layer_rows: int = setting(
+        0,
+        "With kv_allocator layerkv: sequences that should run at once; so much memory stays free that all find room "
+        "for two layers, of 2048 tokens at most. 0: whoever comes first takes whole blocks.",
+        minimum=0,
+    )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")
     eviction: str = setting("lru", "Which cached blocks are given up first.")
@@ -168,8 +175,9 @@ class CacheConfig(Section):
     swap_tier: str = setting(
         "host",
         "How they are. host: block by block, within the step. fastswitch: in runs, back by threads beside the steps, "
-        "and with copies that stay, so that who is swapped again copies only what is new.",
-        choices=("host", "fastswitch"),
+        "and with copies that stay, so that who is swapped again copies only what is new. disk: as host, in a file of "
+        "swap_space.",
+        choices=("host", "fastswitch", "disk"),
     )
     enable_hierarchical_cache: bool = setting(
         False,
@@ -310,6 +318,17 @@ class ExecutionConfig(Section):
         "while those before them compute. For models that memory does not hold. By default all are there.",
         minimum=1,
     )
+    memory_bytes: int | None = setting(
+        None,
+        "Bytes for weights, keys and values together: FlexGen's search decides which layers stay, how many sequences "
+        "share those that are read, and whose keys and values wait on the disk.",
+        minimum=1,
+    )
+    offload_rates: str = setting(
+        "auto",
+        "What that search knows of this machine. auto: measured at the first start with memory_bytes, and kept in the "
+        "cache folder; or a JSON file with read, step_s, row_s, layers_share, kv_read.",
+    )
     weight_prefetch: int = setting(
         1, "Layers that are on their way from the disk while one computes, with weight_memory_bytes.", minimum=0
     )
@@ -416,6 +435,8 @@ class EngineConfig:
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
             )
+        if self.execution.memory_bytes is not None:
+            self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:
             raise ConfigError(
                 "expert_memory_bytes: experts come one by one as routers choose them, and with weight_memory_bytes or "
@@ -423,12 +444,22 @@ class EngineConfig:
                 field="expert_memory_bytes",
             )
 
+    def _check_one_budget(self) -> None:
+        given = {
+            name: getattr(self.execution, name) is not None for name in ("weight_memory_bytes", "expert_memory_bytes")
+        }
+        given |= {name: getattr(self.cache, name) is not None for name in _KV_SIZES}
+        given["packed_weights"] = self.execution.packed_weights != "auto"
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ConfigError(
+                f"{name}: memory_bytes shares memory out between weights, keys and values; leave one of both away",
+                field=name,
+            )
+
     @property
     def sizes_kv(self) -> bool:
         """Whether somebody said how much memory KV may take."""
-        cache = self.cache
-        given = (cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override, cache.gpu_memory_utilization)
-        return any(size is not None for size in given)
+        return any(getattr(self.cache, name) is not None for name in _KV_SIZES)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -182,7 +182,7 @@ _add("weight_memory_bytes says how many bytes of weights stay in memory; the oth
      "cpu_offload_gb", 0, 0.0)  # fmt: skip
 _add("weight_memory_bytes says how many bytes of weights stay in memory", "offload_group_size "
      "offload_num_in_group", -1, 0, 1)  # fmt: skip
-_add("weight_memory_bytes and kv_cache_memory_bytes share memory out; layers that do not fit come from the disk",
+_add("memory_bytes is one budget, which a search shares out between weights, keys and values; the rest is on the disk",
      "percent")  # fmt: skip
 _add("cached tokens are always in usage; leave it away", "enable_prompt_tokens_details enable_cache_report", True,
      switch=True)  # fmt: skip

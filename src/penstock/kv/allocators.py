@@ -58,10 +58,11 @@ def contiguous_oracle(*args: Any, **options: Any) -> KVManager:
 
 def layerkv(
     groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
-    max_model_len: int, max_num_seqs: int, layer_tpot: float | None = None, **options: Any,
+    max_model_len: int, max_num_seqs: int, layer_tpot: float | None = None,
+    column: tuple[int, int] = (0, 0), **options: Any,
 ) -> KVManager:  # fmt: skip
     """Blocks on demand, of some layers only where memory is short: LayerKV."""
-    return LayerKVManager(groups, num_slabs, block_size, most_s=layer_tpot, **_own(options))
+    return LayerKVManager(groups, num_slabs, block_size, most_s=layer_tpot, column=column, **_own(options))
 
 
 def modules(

@@ -66,3 +66,9 @@ class HostTier:
             pool.check_invariants()
             counted = {slab: count for slab, count in enumerate(pool.refs) if count}
             assert counted == Counter(ids), f"group {g}: ids {counted} of tier {self.name} have holders {Counter(ids)}"
+
+
+class DiskTier(HostTier):
+    """The same, of a file (`runner.disk_pages`)."""
+
+    name = "disk"

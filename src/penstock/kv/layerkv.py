@@ -75,6 +75,8 @@ class LayerKVManager(KVManager):
         groups, num_slabs, block_size, host_slabs, tier: as for KVManager.
         most_s: who has layers away decodes only in steps that take no longer, unless nobody else does. None: MOST times
             as long as without.
+        column: how many sequences should run at once, and blocks of each: so much stays free that all find room for
+            both sets. Zeros: whoever comes first takes whole blocks.
 
     Attributes:
         num_layerwise: sequences that were admitted with layers away, since start.
@@ -90,6 +92,7 @@ class LayerKVManager(KVManager):
         block_size: int,
         *,
         most_s: float | None = None,
+        column: tuple[int, int] = (0, 0),
         **options: Any,
     ) -> None:
         assert len(groups) == 1, "layers leave where there is one full group"
@@ -100,6 +103,9 @@ class LayerKVManager(KVManager):
         self.measures.append(self._measure)
         self.hints.others = self._give_way
         self._most_s = most_s
+        self._column = column
+        self._inside: dict[int, Sequence] = {}
+        """By seq_id: those that have blocks."""
         self._pool, self._width = self.pools[0], self.groups[0].pages_per_slab
         self._away: dict[int, Away] = {}
         self._homes = self.swaps.homes
@@ -132,14 +138,34 @@ class LayerKVManager(KVManager):
         aside = self._blocks(max(num_tokens, seq.num_known)) - self._blocks(seq.num_known)
         whole = request.n > 1 or request.beam is not None or request.prefetches  # forks share whole blocks
         whole = whole or self._width <= NUM_SETS
-        if super().can_admit(seq, match, num_tokens) and (whole or not self._away):
+        if super().can_admit(seq, match, num_tokens) and (whole or (not self._away and self._spares_column(seq))):
             self._decided = (-1, 0)
             return True
         self._decided = (seq.seq_id, aside)
         return not whole and self._fits_away(seq, aside)
 
+    def _spares_column(self, seq: Sequence) -> bool:
+        """Whether all of the column find room if `seq` takes whole blocks."""
+        rows, blocks = self._column
+        if not rows:
+            return True
+        own = self._width * max(blocks, self._blocks(seq.num_known + 1))
+        return own + self._promised(1) <= self._pool.num_free_pages
+
+    def _promised(self, more: int = 0) -> int:
+        """Pages that stay free for the column, if `more` sequences come with pages of their own: for those that run,
+        as many as they still grow by; for the others, both sets."""
+        rows, blocks = self._column
+        total = NUM_SETS * blocks * max(0, rows - len(self._inside) - more)
+        for seq in self._inside.values():
+            table = seq.tables[0]
+            lines = self._width - len(table.away) + NUM_SETS if table.away else self._width
+            total += lines * max(0, blocks - table.num_blocks)
+        return total
+
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         super().admit(seq, match)
+        self._inside[seq.seq_id] = seq
         decided, aside = self._decided
         if decided != seq.seq_id:
             return
@@ -177,8 +203,8 @@ class LayerKVManager(KVManager):
         if seq.seq_id == next(iter(self._away)):
             self._fetch(seq, start)
         decodes = start >= max(seq.prompt_len, seq.num_known - 1)
-        if seq.seq_id not in self._away or not decodes or self._must_run:
-            return n
+        if seq.seq_id not in self._away or not decodes or self._must_run or self._column[0]:
+            return n  # a column goes through each layer together
         moving = sum(self._stream(seq_id).num_pages for seq_id in self._written)
         pages = len(seq.tables[0].away) * (seq.tables[0].num_blocks + 1)
         if self._bearable(moving, pages):
@@ -206,6 +232,8 @@ class LayerKVManager(KVManager):
         theirs = sum(len(pages) for away, _ in self._away.values() for pages in away.tables[0].held_pages)
         nobody = self._pool.num_free_pages + theirs == self._pool.num_slabs * self._width  # has whole blocks
         spare = 0 if nobody else self._away[seq.seq_id].aside * self._width
+        if self._column[0]:
+            spare = self._promised() + self._column[1]
         while seq.seq_id in self._away and self._bring_back(seq, start, spare=spare):
             pass
 
@@ -303,6 +331,7 @@ class LayerKVManager(KVManager):
         return True
 
     def release(self, seq: Sequence) -> None:
+        self._inside.pop(seq.seq_id, None)
         pages = seq.tables[0].held_pages if seq.seq_id in self._away else None
         if pages is not None:
             self._forget(seq)

@@ -30,6 +30,7 @@ from penstock.model.forward import Forward
 from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
 from penstock.plan.hidden import keeps_hidden
+from penstock.plan.memory import MODEST_TOKENS
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
@@ -199,6 +200,12 @@ def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight
     )  # fmt: skip
 
 
+def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:
+    """What only `kv.layerkv` has to know."""
+    blocks = -(-min(plan.max_model_len, MODEST_TOKENS) // plan.block_size)
+    return {"layer_tpot": config.cache.kv_layer_tpot, "column": (config.cache.kv_layer_rows, blocks)}
+
+
 def engine_core(
     config: EngineConfig,
     plan: Plan,
@@ -234,7 +241,7 @@ def engine_core(
         store=store,
         events=events,
         pin_share=config.cache.kv_pin_share,
-        **({"layer_tpot": config.cache.kv_layer_tpot} if config.cache.kv_allocator == "layerkv" else {}),
+        **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
     policy = make_policy(config.scheduler.scheduling_policy)
     if config.lora.enable_lora:

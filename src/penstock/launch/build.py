@@ -104,6 +104,16 @@ def start(
     hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
     machine = machine_of(config, machine or probe(), checkpoint.spec)
+    if config.execution.memory_bytes is not None:
+        from penstock.launch.offload import choose_offload  # nobody else needs it at the start
+
+        own = machine
+        config, shared = choose_offload(
+            config, checkpoint.spec, own, checkpoint.stored, checkpoint, lambda small: start(small, machine=own).core
+        )
+        chosen = (*chosen, *shared)
+        for decision in shared:
+            log.info("%s: %s: %s", decision.name, decision.value, decision.why)
     named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
@@ -193,6 +203,11 @@ def foreseen(config: EngineConfig, machine: Machine | None = None) -> tuple[Plan
     config, encodes = choose_encoding(config, spec)
     config, speculates = choose_mtp(config, bool(heads))
     machine = machine_of(config, machine or probe(), spec)
+    if config.execution.memory_bytes is not None:
+        from penstock.launch.offload import choose_offload  # nobody else needs it
+
+        config, shared = choose_offload(config, spec, machine, stored)
+        chosen = (*chosen, *shared)
     plan = resolve(config, spec, machine, draft_specs(config, heads), keeping_of(config), stored, traits_of(config))
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
     decided = (*backend_decisions(config, spec, plan), *events_decision(config))

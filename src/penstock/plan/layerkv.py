@@ -14,8 +14,8 @@ def check_layerkv(config: EngineConfig, groups: tuple[CacheGroup, ...], num_laye
         return
     if config.cache.swap_space <= 0:
         problem = "needs host memory for the layers that are away; give swap_space (GiB)"
-    elif config.cache.swap_tier != "host":
-        problem = f"does not go together with swap_tier {config.cache.swap_tier}; use host"
+    elif config.cache.swap_tier == "fastswitch":
+        problem = "does not go together with swap_tier fastswitch; use host or disk"
     elif config.speculation is not None:
         problem = "does not go together with speculative_config; use one of them"
     elif len(groups) != 1 or groups[0].spec.kind != "paged" or groups[0].layers != tuple(range(num_layers)):

@@ -234,6 +234,11 @@ def _host_slabs(
         )
     if total == 0:
         return (0,) * len(groups)
+    if config.cache.swap_tier == "disk" and config.cache.kv_selector != "none":
+        raise ConfigError(
+            f"swap_tier: what kv_selector {config.cache.kv_selector} sets aside is read where it is; use host",
+            field="swap_tier",
+        )
     sizes = sizes_of(config, groups, step_tokens=0)  # no step works on what waits there
     num_slots = min(max_num_seqs, total // sizes.state_bytes) if sizes.state_bytes else 0
     rest = total - num_slots * sizes.state_bytes

@@ -92,6 +92,12 @@ def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> 
 def resident_bytes(config: EngineConfig, weight_bytes: int, traits: BackendTraits, keeping: Keeping | None) -> int:
     """Of `weight_bytes`, what is in memory at a time. Raises ConfigError if all of them have to be there."""
     most = config.execution.weight_memory_bytes
+    if config.execution.memory_bytes is not None:
+        raise ConfigError(
+            "memory_bytes: it is shared out for an engine that runs on this machine; here give weight_memory_bytes and "
+            "kv_cache_memory_bytes",
+            field="memory_bytes",
+        )
     if most is not None or config.execution.packed_weights == "streamed":
         name, why = "packed_weights" if most is None else "weight_memory_bytes", None
         if not traits.quantizes:

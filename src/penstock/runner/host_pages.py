@@ -7,7 +7,7 @@ from zlib import crc32
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import LoadOp, StoreOp
-from penstock.ops.plan import Planes
+from penstock.ops.plan import I32, Planes
 from penstock.runner.storage import filled, planes_of
 
 
@@ -16,6 +16,9 @@ class HostPages:
 
     `checked`: a page that is not what was stored is not brought back. It costs a look at every byte, both ways.
     """
+
+    threads = 1
+    """More do not copy sooner."""
 
     def __init__(
         self, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *, checked: bool = False
@@ -42,6 +45,20 @@ class HostPages:
 
     def look(self, group: int) -> Planes:
         return self.planes[group]
+
+    def read(self, group: int, pages: I32, planes: Planes, into: I32) -> bool:
+        """See `runner.layer_streams.LayerStore`."""
+        if not self.is_good(group, pages.tolist()):
+            return False
+        for name, array in self.planes[group].items():
+            planes[name][into] = array[pages]
+        return True
+
+    def write(self, group: int, pages: I32, planes: Planes, source: I32) -> None:
+        """See `runner.layer_streams.LayerStore`."""
+        for name, array in self.planes[group].items():
+            array[pages] = planes[name][source]
+        self.sum_up(group, pages)
 
     def begin(self) -> None:
         """Nothing is done beside the steps."""

@@ -8,5 +8,6 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import PageStore
 
 PAGE_STORES: Registry[Callable[..., PageStore], None] = Registry("page store")
+PAGE_STORES.add("disk", "penstock.runner.disk_pages:DiskPages")
 PAGE_STORES.add("fastswitch", "penstock.runner.beside_pages:BesidePages")
 PAGE_STORES.add("host", "penstock.runner.host_pages:HostPages")

@@ -7,7 +7,16 @@ import random
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.plan.offload import OffloadModel, OffloadRates, kept_layers, offload_plans, step_seconds, window_bytes
+from penstock.plan.offload import (
+    OffloadModel,
+    OffloadPlan,
+    OffloadRates,
+    best_plan,
+    kept_layers,
+    offload_plans,
+    step_seconds,
+    window_bytes,
+)
 
 
 def test_layers_that_stay_use_all_of_the_limit_and_are_spread() -> None:
@@ -47,6 +56,32 @@ def test_a_step_takes_what_the_disk_or_the_layers_take_whichever_is_longer() -> 
     assert step_seconds(model, none, 0, RATES, 1) == pytest.approx(8 * 0.1 + 0.88), "one after the other"
     assert step_seconds(model, some, 0, RATES._replace(read=50.0), 1) == pytest.approx(4 * 0.2 + 4 * 0.11)
     assert step_seconds(model, none, 1, RATES._replace(read_load=0.005), 40) == pytest.approx(4.4)
+
+
+def test_B19_keys_and_values_on_the_disk_are_read_for_each_layer_while_the_one_before_computes() -> None:
+    model = OffloadModel(LAYERS, 0, 80, moved=80)
+    assert model.sets == 20
+    stay, come = [True] * 8, [False] * 8
+    fast = RATES._replace(read=1e9)
+    assert step_seconds(model, stay, 0, fast, 1, 1) == pytest.approx(0.88, rel=1e-3), "hidden"
+    assert step_seconds(model, stay, 0, fast._replace(kv_read=100.0), 1, 4) == pytest.approx(8 * 0.4, rel=0.01)
+    assert step_seconds(model, come, 1, RATES, 1, 4) == pytest.approx(8 * 0.1 + 8 * 0.4, rel=0.05), "one disk"
+
+
+def test_B19_keys_and_values_go_to_the_disk_where_memory_holds_too_few_sequences() -> None:
+    model = OffloadModel(LAYERS, 20, 80, moved=88, least_kv=80)
+    plans = offload_plans(model, 180, RATES._replace(read=1000.0), (1, 2, 4, 8))
+    chosen = best_plan(plans)
+    assert chosen is not None
+    assert (chosen.rows, chosen.away > 0) == (4, True), "memory for whole ones is there for one"
+    assert chosen.weight_bytes + chosen.kv_bytes == 180
+    assert chosen.tokens_s > max(plan.tokens_s for plan in plans if not plan.away)
+    ample = best_plan(offload_plans(model, 1000, RATES, (1, 2, 4, 8)))
+    assert ample is not None
+    assert (ample.rows, ample.away, ample.weight_bytes) == (8, 0, 360)
+    alike = [OffloadPlan(8, 0, 1, 1.0, 8), OffloadPlan(8, 1, 1, 1.01, 0), OffloadPlan(4, 1, 1, 0.505, 0)]
+    assert best_plan(alike) == alike[2], "as good, but for what nobody can tell"
+    assert best_plan([]) is None
 
 
 def test_what_is_behind_the_layers_is_hidden_by_a_longer_way_ahead() -> None:

@@ -102,6 +102,8 @@ class TorchBackend:
             return "there are no kernels yet for adapters (enable_lora) where torch computes"
         if config.cache.kv_allocator in ("virtual", "vtensor"):
             return f"kv_allocator is {config.cache.kv_allocator}, which is memory of the CPU; use paged"
+        if config.cache.swap_tier == "disk":
+            return "swap_tier is disk, which takes pages from the CPU's memory; use host"
         if config.cache.kv_allocator == "modules":
             return "kv_allocator is modules, which is for the CPU so far; use paged"
         if config.cache.kv_selector == "infinigen" and config.execution.device.startswith("cuda"):

@@ -42,6 +42,11 @@ class PackedWeights:
         found = self._store.open(self._key, self._memory.limit, self._memory.prefetch)
         return None if found is None else found.matrices
 
+    def sizes(self) -> list[int]:
+        """Bytes in memory of what is no layer's, and of each layer. Empty: nothing is packed."""
+        found = self._store.open(self._key, None, 0)
+        return [] if found is None else [segment.num_bytes for segment in found.segments]
+
     def names(self) -> frozenset[str]:
         """The weights that are in it, and need not be loaded."""
         return frozenset(n for name in self.matrices or () for n in name.split()) - self._tables

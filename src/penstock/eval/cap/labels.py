@@ -64,6 +64,7 @@ LABELS: dict[str, Label] = {
         "P", False, "parts of a prompt that do not see each other: P, for accuracy (2405.16444)"
     ),
     "kv_layer_tpot": _SYSTEM,
+    "kv_layer_rows": _SYSTEM,
     "block_size": _SYSTEM,
     "swap_space": _SYSTEM,
     "swap_tier": _SYSTEM,
@@ -87,6 +88,8 @@ LABELS: dict[str, Label] = {
     "long_prefill_token_threshold": _SYSTEM,
     "threads": _SYSTEM,
     "packed_weights": _SYSTEM,
+    "memory_bytes": _SYSTEM,
+    "offload_rates": _SYSTEM,
     "weight_memory_bytes": _SYSTEM,
     "weight_prefetch": _SYSTEM,
     "expert_memory_bytes": _SYSTEM,

@@ -37,7 +37,9 @@ from penstock.plan.offload import kept_layers, window_bytes
 
 _HUGE = 2 << 20
 _PART_BYTES = 4 << 20
-_READERS = 2
+_READERS = 4
+"""So many parts are on their way at a time. While all processors compute a thread waits for one of them behind each
+part that it has read, and with two the drive waits, too."""
 _NEAR = 4  # stops for which what stays is read ahead, where other layers come and go beside it
 _NORESERVE = 0x4000  # of Linux; mmap has no name for it in every Python
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP

@@ -23,11 +23,11 @@ F64 = npt.NDArray[np.float64]
 KEPT = 64
 """Matrices of sequences that have ended."""
 _LAYERS_AHEAD = 2
-_KEEPS = 0.7
-"""Of a use, as each later token passes the layer."""
+_KEEPS = 0.6
+"""Of a use, as each later token passes the layer (`benchmarks.engine.expert_recall` chose this, and `_OWN`)."""
 _RECENT = 16
 """Tokens of one step that count lately: of those before them hardly anything is left."""
-_OWN = 0.75
+_OWN = 0.7
 """How much what it used lately says, beside the nearest."""
 _LIKELY = 0.5
 """Expected uses by the rows of a step, from which on an expert is fetched however many there are."""
