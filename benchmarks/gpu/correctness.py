@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from benchmarks.gpu.bench import Bench
 from tests import specs
 
+from penstock.backends.backend import AdapterRoom
 from penstock.base.bf16 import narrow
 from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
@@ -17,6 +18,8 @@ from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.launch.assemble import assemble
 from penstock.launch.backend import backend_of
+from penstock.model.adapted import adaptable
+from penstock.ops.adapters import LowRank
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.runner.assemble import DecoderModel
@@ -37,6 +40,8 @@ def run(bench: Bench) -> None:
         bench.attempt(f"logits.{name}", lambda name=name: logits(bench, name))
     for name in ("llama_gqa", "experts"):
         bench.attempt(f"logits.{name}.bfloat16", lambda name=name: logits(bench, name, "bfloat16"))
+    for name in ("llama_gqa", "experts"):
+        bench.attempt(f"adapters.{name}", lambda name=name: adapters(bench, name))
     for name in names:
         bench.attempt(f"tokens.{name}", lambda name=name: tokens(bench, name))
 
@@ -56,6 +61,53 @@ def logits(bench: Bench, name: str, dtype: str = "float32") -> None:
     label = name if dtype == "float32" else f"{name}.{dtype}"
     kind = "largest" if dtype == "float32" else "median"
     bench.check(f"logits.{label}", good, f"{kind} difference {off:.1e} of the largest logit; {may:.0e} may be")
+
+
+def adapters(bench: Bench, name: str) -> None:
+    """Logits of a step in which three rows of four have an adapter each, of ranks that differ, against numpy's; a row
+    without one among them has the bits that it has without anybody's."""
+    spec, weights = specs.make(name)
+    own = {n: _adapter(spec, n, rank) for n, rank in enumerate((3, 8, 20))}
+    numbers, ids = [0, 2, -1, 1], np.random.default_rng(2).integers(2, spec.vocab_size, 4 * _BLOCK).astype(np.int32)
+    want = _rows(spec, weights, _config(bench, on_device=False), ids, numbers, own)
+    got = _rows(spec, weights, _config(bench, on_device=True), ids, numbers, own)
+    none = _rows(spec, weights, _config(bench, on_device=True), ids, [-1] * 4, own)
+    off = float(np.abs(got - want).max() / np.abs(want).max())
+    changed = float(np.abs(want - none).max() / np.abs(want).max())
+    good = bool(np.isfinite(got).all()) and off <= TOLERANCE and changed > 0.05
+    same = "the same bits" if np.array_equal(got[2], none[2]) else "other bits"
+    said = f"largest difference {off:.1e} of the largest logit; {TOLERANCE:.0e} may be; a row without one has {same}"
+    bench.check(f"adapters.{name}", good and same == "the same bits", said)
+
+
+def _adapter(spec: ModelSpec, seed: int, rank: int) -> dict[str, LowRank]:
+    rng, found = np.random.default_rng(seed), {}
+    for name, (rows, columns) in adaptable(spec).items():
+        a, b = rng.normal(0, 0.1, (rank, columns)), rng.normal(0, 0.1, (rows, rank))
+        gain = rng.uniform(0.9, 1.1, rows).astype(np.float32) if seed else None
+        found[name] = LowRank(a.astype(np.float32), b.astype(np.float32), 0.5, gain)
+    return found
+
+
+def _rows(
+    spec: ModelSpec, weights: Mapping[str, Any], config: Any, ids: Any, numbers: Sequence[int],
+    adapters: Mapping[int, Mapping[str, LowRank]],
+) -> Any:  # fmt: skip
+    """Logits [B, V] behind B texts of a block each, in one step."""
+    backend, groups, count = backend_of(config), cache_groups(spec, "float32"), len(numbers)
+    model = DecoderModel(spec=spec, weights=weights, groups=groups, max_model_len=_BLOCK * _BLOCKS)
+    forward: Any = model.on(backend, max_tokens=len(ids), adapters=AdapterRoom(len(adapters), 32))
+    for number, parts in adapters.items():
+        forward.put(number, forward.prepare(parts))
+    storage = Storage(groups, [_BLOCKS] * len(groups), _BLOCK, new=backend.new_plane)
+    starts = np.arange(count + 1, dtype=np.int32) * _BLOCK
+    tables = tuple(np.array([[b]], np.int32) for b in range(count))
+    plan = StepPlan(
+        ids, np.tile(np.arange(_BLOCK, dtype=np.int32), count), starts, np.full(count, _BLOCK, np.int32),
+        starts[1:] - 1, tuple(GroupPlan(g.pages_per_slab, _BLOCK, tables) for g in groups),
+        adapters=np.array(numbers, np.int32) if max(numbers) >= 0 else None,
+    )  # fmt: skip
+    return np.array(forward.run(plan, storage.planes))
 
 
 def tokens(bench: Bench, name: str) -> None:

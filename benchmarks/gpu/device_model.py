@@ -24,7 +24,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.engine.core import EngineCore
 from penstock.executor.rank import RankSpec
-from penstock.launch.assemble import engine_over, model_of
+from penstock.launch.assemble import adapter_room, engine_over, model_of
 from penstock.launch.backend import backend_of
 from penstock.launch.parts import Parts, make_rank
 from penstock.ops.stored import StoredMatrix
@@ -129,10 +129,11 @@ class Machine(msgspec.Struct):
 
 def engine_on(
     bench: Bench, spec: ModelSpec, *, num_seqs: int, num_tokens: int, budget: int, codes: str = "none",
-    kv_dtype: str = "bfloat16", backend: Any = None, in_all: int | None = None, **settings: Any,
+    kv_dtype: str = "bfloat16", backend: Any = None, in_all: int | None = None, load_adapter: Any = None,
+    **settings: Any,
 ) -> Machine:  # fmt: skip
     """`num_seqs` sequences of `num_tokens` tokens fit, or of `in_all` tokens altogether; a step takes at most `budget`
-    tokens of prompts."""
+    tokens of prompts. `load_adapter`: reads adapters, where `settings` ask for them."""
     settings = {"depth": bench.depth, **settings}
     config = from_kwargs(model="(random)", device=bench.name, enable_prefix_caching=False, **settings)
     block = config.cache.block_size
@@ -147,8 +148,10 @@ def engine_on(
     )  # fmt: skip
     backend = backend or backend_of(config)
     placement = backend._placement = RandomPlacement(backend.device_used)
-    forward = model_of(config, spec, weights_of(spec, codes), plan).on(backend, max_tokens=budget)
-    parts, clock = Parts(forward=forward, vocab_size=spec.vocab_size, backend=backend), MonotonicClock()
+    model = model_of(config, spec, weights_of(spec, codes), plan)
+    forward = model.on(backend, max_tokens=budget, adapters=adapter_room(config))
+    parts = Parts(forward=forward, vocab_size=spec.vocab_size, backend=backend, load_adapter=load_adapter)
+    clock = MonotonicClock()
     kv_bytes = sum(g.slab_bytes(block) for g in groups) // block
     machine = Machine(None, None, forward, spec, plan, placement.num_bytes, kv_bytes)
     _make_skippable(machine)

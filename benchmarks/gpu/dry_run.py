@@ -18,12 +18,14 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
+from benchmarks.gpu.adapters import machine_of
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.device_model import Machine, ask, engine_on
 from benchmarks.gpu.shapes import spec_of
@@ -252,6 +254,14 @@ def steps(bench: Bench, name: str) -> dict[str, Any]:
             found[f"two in flight, {kind}"] = _step(made, machine)
             while machine.core.has_work:
                 _step(made, machine)
+        if name == SHAPES[0]:
+            machine, refs = machine_of(bench, spec_of(name, bench.tiny), 2, 4, num_seqs=4, num_tokens=256, budget=64)
+            for number, ref in enumerate((refs[0], None, refs[1])):
+                rules = {} if ref is None else {"adapter": ref}
+                asked = partial(ask, machine.core, number, PROMPT, 16, machine.spec.vocab_size, **rules)
+                _step(made, machine, asked)
+            found["decode 3, two of them with adapters"] = _step(made, machine)
+            found |= {f"{kind}, with adapters": told for kind, told in CountedGraphs.captured.items()}
     return found
 
 

@@ -7,7 +7,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from benchmarks.gpu.ceilings import COPY, PRODUCT
 from benchmarks.gpu.device_model import Machine, ask, engine_on, read_bytes
 from benchmarks.gpu.shapes import spec_of
 
+from penstock.core.adapter import AdapterRef
 from penstock.core.model_spec import ModelSpec
 
 WARM = 4
@@ -84,15 +85,17 @@ def _fits(bench: Bench, spec: ModelSpec, batch: int, context: int) -> None:
         raise Stop(f"weights of {2 * spec.num_params / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB of memory are free")
 
 
-def start(machine: Machine, batch: int, context: int, steps: int) -> int:
-    """`batch` sequences behind `context` random tokens that nobody computed, which will take `steps` more steps.
+def start(machine: Machine, batch: int, context: int, steps: int, adapters: Sequence[AdapterRef] = ()) -> int:
+    """`batch` sequences behind `context` random tokens that nobody computed, which will take `steps` more steps; each
+    with one of the `adapters`, if there are some.
 
     Returns the tokens that all of them have: those whose prompts were through first have some more.
     """
     core, vocab = machine.core, machine.spec.vocab_size
     machine.skips = True
     for number in range(batch):
-        ask(core, number, context, steps + SPARE, vocab)
+        rules = {"adapter": adapters[number % len(adapters)]} if adapters else {}
+        ask(core, number, context, steps + SPARE, vocab, **rules)
     num: Counter[str] = Counter()
     while len(num) < batch:
         num.update({out.request_id: len(out.token_ids) for out in core.step() if out.token_ids})
@@ -109,11 +112,13 @@ def finish(machine: Machine) -> None:
     machine.skips = False
 
 
-def decode(bench: Bench, label: str, machine: Machine, batch: int, context: int) -> None:
+def decode(
+    bench: Bench, label: str, machine: Machine, batch: int, context: int, adapters: Sequence[AdapterRef] = ()
+) -> None:  # fmt: skip
     """Steps of the whole engine, `batch` rows behind `context` tokens, one token each."""
     bench.need(5, "a few steps")
     num = 4 if bench.tiny else 24
-    tokens = start(machine, batch, context, WARM + num + 2)
+    tokens = start(machine, batch, context, WARM + num + 2, adapters)
     try:
         for _ in range(WARM):
             machine.core.step()
@@ -132,6 +137,7 @@ def decode(bench: Bench, label: str, machine: Machine, batch: int, context: int)
     step_s = statistics.median(samples)
     name = f"{label}.decode{batch}"
     kv = (tokens + batch * (WARM + len(samples) // 2)) * machine.kv_bytes
+    kv += sum(ref.num_bytes for ref in adapters[:batch])
     moved = read_bytes(machine, batch) + kv
     said = f"{batch} rows behind {context} tokens, the median of {len(samples)} steps of the whole engine"
     bench.figure(f"{name}.step_s", step_s, "s", low=min(samples), high=max(samples), said=said)
@@ -190,7 +196,9 @@ def prefill_flops(spec: ModelSpec, length: int) -> int:
     return flops
 
 
-def host_share(bench: Bench, label: str, machine: Machine, batch: int, context: int) -> None:
+def host_share(
+    bench: Bench, label: str, machine: Machine, batch: int, context: int, adapters: Sequence[AdapterRef] = ()
+) -> None:  # fmt: skip
     """How much of a decode step the device waits for the host: 1 - busy / wall.
 
     Wall from steps that nobody watches, busy from the profiler's sum of all the device did in as many. Beside it the
@@ -198,7 +206,7 @@ def host_share(bench: Bench, label: str, machine: Machine, batch: int, context: 
     """
     bench.need(8, "a profile of steps")
     num = 1 if bench.tiny else 8
-    start(machine, batch, context, WARM + 3 * num + 2)
+    start(machine, batch, context, WARM + 3 * num + 2, adapters)
     core = machine.core
     try:
         for _ in range(WARM):

@@ -30,6 +30,7 @@ STAGES = (
     Stage("llama-3.1-8b", 100, "engine", lambda room: room.stage("llama-3.1-8b")),  # type: ignore[attr-defined]
     Stage("kernels", 60, "kernels", _run),
     Stage("int4", 50, "engine", lambda room: room.int4("llama-3.1-8b")),  # type: ignore[attr-defined]
+    Stage("adapters", 30, "adapters", _run),
     Stage("serving", 75, "serving", lambda room: room.stage("llama-3.2-1b", (1, 16))),  # type: ignore[attr-defined]
     Stage("ready", 90, "serving", lambda room: room.stage("llama-3.1-8b", ())),  # type: ignore[attr-defined]
     Stage("qwen3-30b-a3b", 75, "engine", lambda room: room.stage("qwen3-30b-a3b")),  # type: ignore[attr-defined]

@@ -108,6 +108,22 @@ def test_decisions_in_a_batch(client: openai.OpenAI) -> None:
     )  # type: ignore[union-attr]
 
 
+def test_scores_and_ranks_in_a_batch(client: openai.OpenAI) -> None:
+    """Routes of hidden states, in one batch that names no endpoint of its own lines but the first."""
+    for url, body in (
+        ("/v1/rerank", {"query": "A fox.", "documents": ["A mill.", "A fox!"]}),
+        ("/v1/score", {"text_1": "A fox.", "text_2": "A mill."}), ("/pooling", {"input": "A fox."}),
+    ):  # fmt: skip
+        made = start(client, [{"custom_id": "r", "method": "POST", "url": url, "body": {"model": "nano", **body}}], url)
+        (found,) = results(client, wait(client, made.id, ended).output_file_id)
+        alone = client.post("../" * url.startswith("/pooling") + url.removeprefix("/v1").strip("/"), body=body,
+                            cast_to=object)  # fmt: skip
+        for fields in (found["response"]["body"], alone):
+            for name in ("id", "created"):
+                fields.pop(name, None)  # type: ignore[attr-defined]
+        assert found["response"]["body"] == alone
+
+
 def test_bad_lines_harm_only_themselves(client: openai.OpenAI) -> None:
     """Row 69: one error per bad line, with its number; the same check as by HTTP; a duplicate is the later one."""
     lines = [

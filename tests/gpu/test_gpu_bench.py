@@ -39,6 +39,7 @@ def test_every_stage_runs_with_tiny_shapes(tmp_path: Path) -> None:
         "copy_bytes_per_s", "llama-3.1-8b.decode1.copy_share", "llama-3.1-8b.decode4.step_s", "attention.decode8.s",
         "llama-3.1-8b.prefill.product_share", "llama-3.1-8b.int4.over_bf16", "llama-3.2-1b.clients16.tokens_per_s",
         "qwen3-30b-a3b.decode4.tokens_per_s", "llama-3.1-8b.ready_s", "llama-3.2-1b.decode1.step_s",
+        "adapters.over_base",
     ):  # fmt: skip
         assert figures[name] > 0, name
     assert {goal["state"] for goal in found["goals"]} == {"not measured"}, "a CPU's speed is no figure of a GPU"
@@ -64,6 +65,12 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
             assert list(found[name][kind]["waits"].values()) == [1], (kind, found[name][kind]["waits"])
     captured, decode = (found["llama-3.1-8b"][step] for step in ("captured step of 4", "decode 3"))
     assert captured["operations"] > 50
+    told = found["llama-3.1-8b"]
+    assert told["decode 3, two of them with adapters"]["by_name"]["graph"] == 1
+    adapters = told["captured step of 4, with adapters"]
+    assert adapters["waits"] == adapters["copies_to_device"] == {}
+    if "kernel _to_ranks" in adapters["kernels"]:
+        assert adapters["kernels"]["kernel _to_ranks"] == 4, "queries and values of two layers"
     assert captured["waits"] == captured["copies_to_device"] == {}
     assert decode["by_name"]["graph"] == 1
     assert decode["operations"] < 20

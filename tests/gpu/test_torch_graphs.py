@@ -480,5 +480,5 @@ def test_memory_of_graphs_is_planned() -> None:
     assert planned_bytes(config(device="cpu-torch", cudagraph_capture_sizes="1"), spec) == 0
     assert planned_bytes(config(device="cuda", enforce_eager=True), spec) == 0
     one, two = (planned_bytes(config(device="cuda", max_num_seqs=n), spec) for n in (8, 64))
-    assert 0 < one < two
+    assert 0 < one < two < planned_bytes(config(device="cuda", max_num_seqs=64, enable_lora=True), spec)
     assert graph_bytes(spec, (64,), 131072) > graph_bytes(spec, (64,), 8192)

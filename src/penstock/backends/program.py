@@ -14,7 +14,7 @@ from penstock.base.bf16 import F32
 from penstock.core.protocols import AttentionBackend
 from penstock.model.adapted import adapted
 from penstock.model.graph import NO_LAYER, STEP_INPUTS, Graph, Node, Value, layer_bounds
-from penstock.ops.adapters import LowRank, PlainTable, adapt
+from penstock.ops.adapters import AdaptingTable, LowRank, PlainTable
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.step import Step
 from penstock.ops.table import Op, OpTable
@@ -47,7 +47,7 @@ class Program:
     """
 
     def __init__(
-        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: PlainTable | None = None
+        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: AdaptingTable | None = None
     ) -> None:
         """`adapters`: of a graph with places for them."""
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
@@ -169,7 +169,7 @@ class _Lowering:
     """
 
     def __init__(
-        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: PlainTable | None = None
+        self, graph: Graph, ops: OpTable, attention: AttentionBackend, adapters: AdaptingTable | None = None
     ) -> None:
         self._adapters = adapters
         self.num_registers = len(STEP_INPUTS)
@@ -224,7 +224,7 @@ class _Lowering:
             inputs.insert(place, STEP_INPUTS.index(name))
         if node.op == "adapt":
             assert self._adapters is not None, "only a program with a table of adapters has places for them"
-            own = BoundCall(node.op, adapt, (), -1, (self._adapters.of(node.bound[0]),), {}, node.label)
+            own = BoundCall(node.op, self._adapters.adapt, (), -1, (self._adapters.of(node.bound[0]),), {}, node.label)
             self._add(own, inputs, self._key(node.out) if node.out is not None else None, node.out)
             return
         fn = self._attention.attend if node.op == "attention" else self._ops[node.op]

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.description = (
         "Answer a file of requests, one JSON object a line, as OpenAI's batches have them: custom_id, method, url "
-        "(/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/responses or /v1/decisions), body. Answers are "
+        "(/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/responses, /v1/decisions, /v1/rerank, /v1/score, "
+        "/classify or /pooling), body. Answers are "
         "appended to OUT as they come, failures among them; started again, it does only what OUT does not have."
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help="the requests")

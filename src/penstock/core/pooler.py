@@ -38,6 +38,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         scores: how numbers of labels become scores.
         prompts: texts that go before a text, by what it is ("query"); `prompt`: the name of the one that goes before
             every text for which nothing is said.
+        pair: of a reranker that is asked in words: what stands before the query (two parts; the first one has literals
+            of special tokens), between it and the document, and behind (with literals again). None: it is no such one.
+        score: the label whose score is that of a pair, where there are several; None: none of them is.
         max_tokens: of a text, where that is less than the model has positions for.
     """
 
@@ -48,6 +51,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     scores: Literal["softmax", "sigmoid", "none"] = "softmax"
     prompts: tuple[tuple[str, str], ...] = ()
     prompt: str | None = None
+    pair: tuple[str, str, str, str] | None = None
+    score: int | None = None
     max_tokens: int | None = None
 
     def weight_shapes(self, e: int) -> Shapes:
@@ -64,6 +69,11 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_classifier(self) -> bool:
         return bool(self.labels)
+
+    @property
+    def scored(self) -> int | None:
+        """The label whose score is that of a pair; None: a pair has no score."""
+        return 0 if len(self.labels) == 1 else self.score
 
     @property
     def pooling(self) -> str:

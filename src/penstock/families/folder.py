@@ -31,6 +31,7 @@ from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
 from penstock.families.quantization.method import Method
 from penstock.families.sparse import laid_out
+from penstock.families.yes_no import as_reranker, asks_yes_or_no
 from penstock.formats.files import quoted
 from penstock.formats.json_file import read_json_object
 from penstock.formats.safetensors import INDEX_NAME, read_index, read_safetensors
@@ -47,6 +48,7 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     """
     config = dict(config)
     method = read_quantization(folder, names, config)
+    reranks = asks_yes_or_no(config, folder, names)
     told: Mapping[str, Any] = config
     if isinstance(family, SeveralParts):
         told = family.told(config, _tensors(folder, names))
@@ -60,6 +62,8 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     plain = spec if not dense else msgspec.structs.replace(spec, pooler=None)
     weights, heads = _match(folder, tensors, plain, family, method)
     weights |= dense
+    if reranks:
+        spec, weights = as_reranker(spec, weights, folder, names)
     check_weights(weights, spec)
     if not _says_dtype(config):
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))

@@ -16,6 +16,7 @@ from penstock.core.adapter import AdapterRef, LoRARequest
 from penstock.core.matrix_format import is_kept, parse_scheme
 from penstock.families.checkpoint import Checkpoint, stored_shapes
 from penstock.formats.peft import CONFIG_NAME, WEIGHTS_NAME
+from penstock.launch.backend import ON_CPU
 from penstock.model.adapted import adaptable
 from penstock.ops.adapters import LowRank
 from penstock.ops.stored import StoredMatrix
@@ -28,8 +29,12 @@ Load = Callable[[AdapterRef], Mapping[str, LowRank]]
 class AdapterBook:
     """Adapters of one model. Reading one that has been read is two looks at its files."""
 
-    def __init__(self, checkpoint: Checkpoint, lora: LoraConfig, quantization: str = "none") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, lora: LoraConfig, quantization: str = "none", *, codes: bool = True
+    ) -> None:
+        """`codes`: adapters of codes can run."""
         self._checkpoint, self._lora, self._scheme = checkpoint, lora, parse_scheme(quantization)
+        self._codes = codes
         self._known: dict[tuple[str, tuple[tuple[int, int], ...]], AdapterRef] = {}
 
     @property
@@ -57,7 +62,9 @@ class AdapterBook:
         if stats and key in self._known:
             return self._known[key]
         lora = self._lora
-        facts = adapter_facts(folder, self.sites, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes)
+        facts = adapter_facts(
+            folder, self.sites, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes, codes=self._codes
+        )
         ref = AdapterRef(facts.hash, str(folder), facts.num_bytes)
         self._known[key] = ref
         return ref
@@ -65,7 +72,10 @@ class AdapterBook:
 
 def book_of(config: EngineConfig, checkpoint: Checkpoint) -> AdapterBook | None:
     """None: the engine serves no adapters."""
-    return AdapterBook(checkpoint, config.lora, config.model.quantization) if config.lora.enable_lora else None
+    if not config.lora.enable_lora:
+        return None
+    codes = config.execution.device in ON_CPU and config.execution.ops != "torch"
+    return AdapterBook(checkpoint, config.lora, config.model.quantization, codes=codes)
 
 
 def read_modules(book: AdapterBook, text: str | None) -> dict[str, AdapterRef]:

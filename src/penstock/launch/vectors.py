@@ -19,7 +19,7 @@ from penstock.core.output import (
 )
 from penstock.core.request import Request
 from penstock.core.vector import check_dimensions, cosine, embedding, label_scores
-from penstock.text.pooling import check_scorer, encode_pair, pooling_of, shortened
+from penstock.text.pooling import encode_pair, pooling_of, scored_label, shortened
 from penstock.text.validate import build_pooling_request
 
 if TYPE_CHECKING:
@@ -97,13 +97,16 @@ class Vectors:
         limits = self._engine.limits
         firsts = list(first) * (len(second) if len(first) == 1 else 1)
         if limits.pooler is not None and limits.pooler.labels:
-            check_scorer(len(limits.pooler.labels))
-            pairs = [encode_pair(self._tokenizer(), a, b, limits) for a, b in zip(firsts, second, strict=True)]
+            label = scored_label(limits.pooler)
+            self._check(truncate)
+            pairs = [
+                encode_pair(self._tokenizer(), a, b, limits, truncate) for a, b in zip(firsts, second, strict=True)
+            ]
             how = pooling_of("classify", None, limits)
-            requests = [self._made(ids, how, truncate, "text_2", encoded=True) for ids in pairs]
+            requests = [self._made(ids, how, None, "text_2", encoded=True) for ids in pairs]
             return [
                 ScoringRequestOutput(
-                    request.request_id, ScoringOutput(label_scores(out.pooled, limits.pooler.scores)[0]),
+                    request.request_id, ScoringOutput(label_scores(out.pooled, limits.pooler.scores)[label]),
                     request.prompt_token_ids,
                 )
                 for request, out in zip(requests, self._run(requests, progress), strict=True)
@@ -130,15 +133,19 @@ class Vectors:
     ) -> Request:  # fmt: skip
         limits = self._engine.limits
         if truncate is not None:
-            room = limits.context[0]
-            if truncate != -1 and not 1 <= truncate <= room:
-                raise InputError(f"truncate_prompt_tokens must be -1, or from 1 to {room}, not {truncate}",
-                                 param="truncate_prompt_tokens")  # fmt: skip
-            ids = shortened(ids, room if truncate == -1 else truncate, encoded=encoded)
+            self._check(truncate)
+            ids = shortened(ids, limits.context[0] if truncate == -1 else truncate, encoded=encoded)
         return build_pooling_request(
             str(self._number()), ids, pooling, limits=limits, namespace=namespace,
             arrival_s=self._engine.clock.now(), param=param, adapter=adapter,
         )  # fmt: skip
+
+    def _check(self, truncate: int | None) -> None:
+        """Raises: InputError."""
+        room = self._engine.limits.context[0]
+        if truncate is not None and truncate != -1 and not 1 <= truncate <= room:
+            raise InputError(f"truncate_prompt_tokens must be -1, or from 1 to {room}, not {truncate}",
+                             param="truncate_prompt_tokens")  # fmt: skip
 
 
 def failed(out: EngineOutput) -> EngineOutput:

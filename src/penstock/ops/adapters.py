@@ -7,7 +7,7 @@ scale sets: Kim et al., "PEQA", arXiv 2305.14152; coded differences: Isik et al.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,6 +69,19 @@ class AdapterTable(Protocol):
         ...
 
 
+class AdaptingTable(Protocol):
+    """An `AdapterTable` whose operation is called product by product."""
+
+    @property
+    def adapt(self) -> Callable[..., Any]:
+        """y [T, N] of (x [T, K], y, step, what `of` gives) as the adapter of each token makes it; y may be changed."""
+        ...
+
+    def of(self, name: str) -> Any:
+        """What each adapter does to the product of this weight."""
+        ...
+
+
 class PlainTable:
     """The reference's table. `of(name)` [number] is what each adapter does to the product of that weight."""
 
@@ -90,6 +103,10 @@ class PlainTable:
     def drop(self, number: int) -> None:
         for own in self._parts.values():
             own[number] = None
+
+    @property
+    def adapt(self) -> Callable[..., F32]:
+        return adapt
 
 
 def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:

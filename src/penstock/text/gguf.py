@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.text.byte_bpe import byte_bpe
@@ -41,12 +42,13 @@ T = TypeVar("T")
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer of a GGUF file's metadata: key -> value, arrays as lists.
 
-    Reads the models "llama" (SentencePiece BPE), "t5" (Unigram), "gpt2" (byte-level BPE) and "rwkv" (World).
+    Reads the models "llama" (SentencePiece BPE), "t5" (Unigram), "gpt2" (byte-level BPE), "rwkv" (World) and "bert"
+    (WordPiece).
     Raises: ModelError if the metadata is incomplete, broken or contradicts itself; UnsupportedError, by name, for
     another model or an unknown `tokenizer.ggml.pre`.
     """
     model = metadata.get(_KEY + "model")
-    builders = {"llama": _scored, "t5": _scored, "gpt2": _byte_level, "rwkv": _world}
+    builders = {"llama": _scored, "t5": _scored, "gpt2": _byte_level, "rwkv": _world, "bert": _word_pieces}
     if not isinstance(model, str):
         raise ModelError("the GGUF file holds no tokenizer: tokenizer.ggml.model is missing")
     if model not in builders:
@@ -132,6 +134,39 @@ def _world(metadata: Mapping[str, object]) -> Tokenizer:
         raise ModelError("it has an empty token, or text for token 0, which ends a text")
     eos = _token_id(metadata, "eos", len(tokens), END_OF_TEXT)
     return world_tokenizer(ordinary, END_OF_TEXT if eos is None else eos)
+
+
+def _word_pieces(metadata: Mapping[str, object]) -> Tokenizer:
+    """Files have a mark before what begins a word, where the vocabulary has "##" before what goes on with one. Whether
+    a text is made lower case is not said: it is where no word of the vocabulary has an upper case letter."""
+    tokens = _tokens(metadata)
+    types = _array(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+    pieces = [
+        token if kind != NORMAL else token.removeprefix(SPACE_MARK) if token.startswith(SPACE_MARK) else "##" + token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    if len(vocab) < len(pieces):
+        raise ModelError("its vocabulary has a piece twice")
+    size = len(tokens)
+    cls = _token_id(metadata, "cls", size, _token_id(metadata, "bos", size, 101))
+    sep = _token_id(metadata, "seperator", size, _token_id(metadata, "eos", size, 102))
+    unknown = _token_id(metadata, "unknown", size, 100)
+    if cls is None or sep is None or unknown is None:
+        raise ModelError("it names no tokens that begin and end a text, or none for what is unknown")
+    lower = not any(
+        kind == NORMAL and piece.isalpha() and piece != piece.lower() for piece, kind in zip(pieces, types, strict=True)
+    )
+    backend = Backend(models.WordPiece(vocab, unk_token=pieces[unknown]))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens([pieces[i] for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)])
+    begin, end = f"{pieces[cls]}", f"{pieces[sep]}"
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B:1 {end}:1", special_tokens=[(begin, cls), (end, sep)]
+    )
+    return Tokenizer(backend, bos_id=cls, eos_ids=[sep])
 
 
 def _tokens(metadata: Mapping[str, object]) -> list[str]:

@@ -70,25 +70,40 @@ def shortened(ids: list[int], most: int, *, encoded: bool) -> list[int]:
     return [*ids[: most - 1], ids[-1]] if encoded and most > 1 else ids[:most]
 
 
-def encode_pair(tokenizer: Tokenizer, first: str, second: str, limits: Limits) -> list[int]:
+def encode_pair(
+    tokenizer: Tokenizer, first: str, second: str, limits: Limits, most: int | None = None
+) -> list[int]:  # fmt: skip
     """Ids of two texts as a cross-encoder reads them, the second one's of another kind where the model has kinds.
+    `most`: how many there may be, -1: as many as the model takes, None: all.
 
     Raises: InputError for an empty one.
     """
     for text, name in ((first, "text_1"), (second, "text_2")):
         if not text:
             raise InputError(f"{name} must not be empty", param=name)
+    room = limits.context[0] if most == -1 else most
+    own = None if limits.pooler is None else limits.pooler.pair
+    if own is not None:
+        before, behind = (tokenizer.encode(own[i], add_special_tokens=False) for i in (0, 3))
+        asked = tokenizer.encode_plain("".join([own[1], first, own[2], second]))
+        if room is not None and (room := room - len(before) - len(behind)) < 1:
+            raise InputError(
+                f"truncate_prompt_tokens leaves no room behind the {len(before) + len(behind)} tokens of this model's "
+                "question", param="truncate_prompt_tokens",
+            )  # fmt: skip
+        return [*before, *asked[:room], *behind]
     ids, kinds = tokenizer.encode_pair(first, second)
-    if not limits.num_words:
-        return ids
-    most = limits.vocab_size // limits.num_words - 1
-    return [i + min(kind, most) * limits.num_words for i, kind in zip(ids, kinds, strict=True)]
+    if limits.num_words:
+        last = limits.vocab_size // limits.num_words - 1
+        ids = [i + min(kind, last) * limits.num_words for i, kind in zip(ids, kinds, strict=True)]
+    return ids if room is None else shortened(ids, room, encoded=True)
 
 
-def check_scorer(num_labels: int) -> None:
-    """Raises: InputError for a classifier whose labels are no score of a pair."""
-    if num_labels != 1:
+def scored_label(pooler: PoolingSpec) -> int:
+    """Which label's score is that of a pair. Raises: InputError for a classifier that has none."""
+    if pooler.scored is None:
         raise InputError(
-            f"this model has {num_labels} labels, and a score of a pair needs a model with one; ask it at /classify",
-            param="model",
-        )
+            f"this model has {len(pooler.labels)} labels, and a score of a pair needs a model with one; ask it at "
+            "/classify", param="model",
+        )  # fmt: skip
+    return pooler.scored

@@ -134,9 +134,12 @@ def _rows(cut: Cut) -> npt.NDArray[np.int64] | None:
     return rows_of(cut) if is_rows(cut) else None
 
 
-def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int) -> AdapterFacts:
-    """Reads and checks all of a folder. Raises: ModelError, UnsupportedError."""
+def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int, codes: bool = True) -> AdapterFacts:
+    """Reads and checks all of a folder. `codes`: those of codes can run. Raises: ModelError, UnsupportedError."""
     found = _checked(folder, sites, max_rank, max_bytes)
+    if found.kind != "LORA" and not codes:
+        raise UnsupportedError(f"{quoted(folder)}: deltas and sets of scales run on the CPU's own kernels and the "
+                               "reference; use device cpu")  # fmt: skip
     for module in found.modules.values():
         for role, tensor in module.tensors.items():
             if role != "codes":

@@ -357,7 +357,7 @@ def test_tensors_must_be_the_expected_ones(tmp_path: Path) -> None:
 def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for arch, said in (
-        ("plamo2", "state spaces"), ("bert", "encoder"), ("lama", "nearest names are llama"), ("", "none of"),
+        ("plamo2", "state spaces"), ("eurobert", "encoder"), ("lama", "nearest names are llama"), ("", "none of"),
         (None, "none of"), (3, "none of"),
     ):  # fmt: skip
         metadata = {"general.architecture": arch} if arch is not None else {}

@@ -249,8 +249,8 @@ def test_broken_byte_level_metadata():
 
 
 def test_unknown_kinds_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"kind 'bert'; gpt2, llama, rwkv, t5 are read"):
-        tokenizer_from_gguf(prefixed(model="bert"))
+    with pytest.raises(UnsupportedError, match=r"kind 'plamo2'; bert, gpt2, llama, rwkv, t5 are read"):
+        tokenizer_from_gguf(prefixed(model="plamo2"))
     with pytest.raises(UnsupportedError, match=r"pattern 'new-thing', which is not known"):
         tokenizer_from_gguf(bpe_like(pre="new-thing"))
 

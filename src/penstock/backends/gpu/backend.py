@@ -6,7 +6,7 @@ This module can be imported without torch, so that `why_not` can say that it is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights, WeightMemory
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
+from penstock.model.adapted import adapted
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.ops.attention import DEVICE_ATTENTION
@@ -98,8 +99,6 @@ class TorchBackend:
             return str(reason)
         if config.execution.batch_invariant and config.execution.device.startswith("cuda") and not find_spec("triton"):
             return "batch_invariant needs Triton on a GPU: pip install 'penstock[gpu]'"
-        if config.lora.enable_lora:
-            return "there are no kernels yet for adapters (enable_lora) where torch computes"
         if config.cache.kv_allocator in ("virtual", "vtensor"):
             return f"kv_allocator is {config.cache.kv_allocator}, which is memory of the CPU; use paged"
         if config.cache.swap_tier == "disk":
@@ -145,7 +144,6 @@ class TorchBackend:
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
         matrices: Mapping[str, Any] | None = None, like: Forward | None = None, adapters: AdapterRoom | None = None,
     ) -> TorchForward:  # fmt: skip
-        assert adapters is None, "why_not has looked"
         from penstock.backends.gpu.attention import TorchAttention
         from penstock.backends.gpu.expert_ops import experts_by_kernels
         from penstock.backends.gpu.forward import TorchForward
@@ -154,21 +152,41 @@ class TorchBackend:
 
         scheme = like.scheme if isinstance(like, TorchForward) else parse_scheme(quantization)
         table = EXACT if self.device_used.type == "cpu" or self.invariant else PLAIN
-        attention = TorchAttention()
         if self.kernels:
-            from penstock.backends.gpu.kernel_attention import KernelAttention
             from penstock.backends.gpu.kernel_ops import KernelTable
 
-            attention = KernelAttention(prompts=not self.invariant)
             if not self.invariant:  # tiles of the experts' kernel follow from how many tokens there are
                 table = table.replaced("torch", {"experts": experts_by_kernels}, batch_invariant=table.batch_invariant)
-            table, graph = KernelTable(table, invariant=self.invariant), fuse_for_kernels(graph)
-        if self.attention in DEVICE_ATTENTION.names():
-            attention = DEVICE_ATTENTION.get(self.attention)(self.device_used)
-        forward = TorchForward(graph, table, attention, self._placement, self.warming, scheme)
-        if isinstance(counts := getattr(table, "counts", None), Counter):
+            table = KernelTable(table, invariant=self.invariant)
+        counts: Any = getattr(table, "counts", None) if self.kernels else Counter[str]()
+
+        def attention() -> Any:
+            if self.attention in DEVICE_ATTENTION.names():
+                return DEVICE_ATTENTION.get(self.attention)(self.device_used)
+            if not self.kernels:
+                return TorchAttention()
+            from penstock.backends.gpu.kernel_attention import KernelAttention
+
+            return KernelAttention(prompts=not self.invariant)
+
+        def made(graph: Graph, make: Callable[..., TorchForward] = TorchForward, **more: Any) -> TorchForward:
+            own = fuse_for_kernels(graph) if self.kernels else graph
+            forward = make(own, table, attention(), self._placement, self.warming, scheme, **more)
             forward.kernel_counts = counts
-        return forward
+            return forward
+
+        if adapters is None:
+            return made(graph)
+        from penstock.backends.gpu.adapted import AdaptedTorch, TorchTable, kind_of  # nobody else needs it at the start
+
+        kind = kind_of(graph, kernels=self.kernels)
+        slots = TorchTable(self.device_used, adapters.count, adapters.max_rank, kind, kernels=self.kernels,
+                           exact=table.batch_invariant, counts=counts)  # fmt: skip
+
+        def again(names: frozenset[str]) -> TorchForward:
+            return made(adapted(graph, names), adapters=slots)
+
+        return made(graph, AdaptedTorch, table=slots, again=again)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}

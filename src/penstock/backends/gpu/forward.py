@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.backends.gpu.adapter_plan import numbers_of_adapters
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.graphs import DecodeGraphs
 from penstock.backends.gpu.placed import Placement
@@ -35,15 +36,16 @@ class TorchForward(Program):
 
     def __init__(
         self, graph: Graph, ops: OpTable, attention: Any, placement: Placement, warming: Warming,
-        scheme: Scheme = NONE,
+        scheme: Scheme = NONE, adapters: Any = None,
     ) -> None:  # fmt: skip
-        """`scheme`: how the matrices of products are rounded."""
+        """`scheme`: how the matrices of products are rounded. `adapters`: of a graph with places for them."""
+        self.adapted = adapters is not None
         self.scheme = scheme
         self.placed = placed = graph.copy()
         for node in placed.nodes:
             node.bound = placement.place_bound(node, scheme)
             node.named = {name: placement.place(value) for name, value in node.named.items()}
-        super().__init__(placed, ops, attention)
+        super().__init__(placed, ops, attention, adapters)
         self.attention = attention
         self.kernel_counts: Counter[str] = Counter()
         """Calls of operations by kernels, and by torch as "torch NAME": see `kernel_ops.KernelTable`."""
@@ -115,7 +117,10 @@ class TorchForward(Program):
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
         registers = [*self._registers]
         tables = getattr(self.attention, "reads_tables", False)
-        step.memo.update(bring(numbers_of(step, rows, self._written, tables), self._device))
+        numbers = numbers_of(step, rows, self._written, tables)
+        if self.adapted:
+            numbers.update(numbers_of_adapters(plan))
+        step.memo.update(bring(numbers, self._device))
         if plan.taken is not None:
             put_taken(plan.taken, step.memo["token_ids"])
         registers[: len(STEP_INPUTS)] = [step, *map(step.memo.__getitem__, ("token_ids", "positions", "rows"))]

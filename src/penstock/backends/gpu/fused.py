@@ -65,7 +65,10 @@ def _narrow(graph: Graph) -> None:
         read_by[id(v.maker)].append(None)
 
     def kind(node: Node) -> str | None:
-        """The type of a product's operands, if it has 16 bits."""
+        """The type of a product's operands, if it has 16 bits; of what adapts it, too."""
+        if node.op == "adapt":
+            product = node.inputs[1].maker
+            return None if product is None else kind(product)
         if node.op != "linear" or any(map(is_kept, node.weights[:1])):
             return None
         first: Any = node.bound[0][0] if isinstance(node.bound[0], Joined) else node.bound[0]
@@ -84,6 +87,8 @@ def _narrow(graph: Graph) -> None:
             match None if reader is None else reader.op:
                 case "rms_norm" | "layer_norm" | "add_rms_norm" | "add_layer_norm":
                     continue
+                case "adapt" if reader is not None and reader.inputs[1].maker is made and taken(reader):
+                    continue  # what it gives has the type of what it takes
                 case "linear" | "activate_gated" | "attention" if reader is not None:
                     if reader.op == "linear" or kinds(reader) is not None:
                         continue

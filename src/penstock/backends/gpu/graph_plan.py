@@ -105,7 +105,10 @@ def planned_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     if sizes == () or not config.execution.device.startswith("cuda"):
         return 0
     rows = sizes_up_to(config.scheduler.max_num_seqs or DEFAULT_NUM_SEQS, sizes)
-    return graph_bytes(spec, rows, config.model.max_model_len or spec.max_position)
+    length = config.model.max_model_len or spec.max_position
+    # Those of steps with adapters share what the plain ones have for their operations.
+    more = len(rows) * len(contexts_up_to(length)) * GRAPH_BYTES if config.lora.enable_lora else 0
+    return graph_bytes(spec, rows, length) + more
 
 
 def graph_decision(config: EngineConfig, spec: ModelSpec, plan: Plan) -> Decision:

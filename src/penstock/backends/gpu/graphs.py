@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.backends.gpu.adapter_plan import numbers_of_adapters
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.expert_ops import why_not_captured
 from penstock.backends.gpu.graph_plan import contexts_up_to
@@ -36,7 +37,7 @@ _BUFFERS = 2
 _AT_HOST = {
     "experts": "experts are chosen on the host",
     "write_kept": "blocks are encoded as they fill up", "observe": "a KV selector looks at its queries",
-    "rehearse": "what a layer reads is chosen on the host",
+    "rehearse": "what a layer reads is chosen on the host", "adapt": "adapters are looked up on the host",
     "attend_blocks": "an indexer's choice of blocks is made on the host",
     **dict.fromkeys(("choose_tokens", "attend_chosen"), "an indexer's choice of tokens is made on the host"),
     **dict.fromkeys(("write_entries", "choose_entries", "attend_entries"),
@@ -153,11 +154,14 @@ class _DecodeGraph:
     `step`: what was captured. A graph knows addresses alone, so what the step made before has to live as long.
     """
 
-    def __init__(self, shape: _Shape, inputs: _Inputs, num_groups: int, block_size: int) -> None:
+    def __init__(self, shape: _Shape, inputs: _Inputs, num_groups: int, block_size: int, adapted: bool) -> None:
         self.shape, self._inputs = shape, inputs
         self._spans: list[tuple[int, tuple[int, ...]]] = []
         self.size = 0
-        for own in ((shape.rows,), (shape.rows,), *[(shape.rows, -(-shape.context // block_size))] * num_groups):
+        self.num_groups = num_groups
+        adapters = [(shape.rows,), (shape.rows, 3)] if adapted else []
+        for own in ((shape.rows,), (shape.rows,), *[(shape.rows, -(-shape.context // block_size))] * num_groups,
+                    *adapters):  # fmt: skip
             self._spans.append((self.size, own))
             self.size += -(-int(np.prod(own)) // _ALIGNED) * _ALIGNED
         self.step: Callable[[], Tensor] | None = None
@@ -165,7 +169,8 @@ class _DecodeGraph:
         self._arrays: list[list[Any]] = []
 
     def views(self, buffer: Any) -> list[Any]:
-        """Token ids [N], positions [N], and tables [N, M] of each group, of a tensor or an array of int32."""
+        """Token ids [N], positions [N], and tables [N, M] of each group, of a tensor or an array of int32; then, with
+        adapters, what `adapter_plan.numbers_of_adapters` gives."""
         return [buffer[first : first + int(np.prod(own))].reshape(own) for first, own in self._spans]
 
     def fill(self, plan: StepPlan) -> None:
@@ -173,7 +178,8 @@ class _DecodeGraph:
         if not self._arrays:
             self._arrays = [self.views(array) for array in self._inputs.arrays]
         n, turn = len(plan.token_ids), self._inputs.next()
-        ids, positions, *tables = self._arrays[turn]
+        ids, positions, *rest = self._arrays[turn]
+        tables, adapters = rest[: self.num_groups], rest[self.num_groups :]
         for buffer, given in ((ids, plan.token_ids), (positions, plan.positions)):
             buffer[:n], buffer[n:] = given, 0
         for lines, where in zip(tables, plan.groups, strict=True):
@@ -181,6 +187,9 @@ class _DecodeGraph:
             for line, table in zip(lines, where.tables, strict=False):
                 m = min(table.shape[1], len(line))
                 line[:m] = table[0, :m]
+        if adapters:
+            for buffer, array in zip(adapters, numbers_of_adapters(plan, self.shape.rows).values(), strict=True):
+                buffer[:] = array
         self._inputs.copy(turn, self.size)
         if plan.taken is not None:
             put_taken(plan.taken, self.views(self._inputs.device)[0])
@@ -195,17 +204,18 @@ class DecodeGraphs:
 
     def __init__(
         self, compute: Callable[..., Tensor], planes: Sequence[Any], groups: Sequence[CacheGroup], *, block_size: int,
-        sizes: Sequence[int], max_model_len: int, device: torch.device, graphs: Graphs,
+        sizes: Sequence[int], max_model_len: int, device: torch.device, graphs: Graphs, adapted: bool = False,
     ) -> None:  # fmt: skip
-        """`compute`: logits [N, V] of (step, token ids, positions, rows). `groups`: the model's own, the first ones."""
+        """`compute`: logits [N, V] of (step, token ids, positions, rows). `groups`: the model's own, the first ones.
+        `adapted`: the model has places for adapters."""
         self.counts: Counter[int | str] = Counter()
         self.problem: str | None = None
-        self._compute, self._graphs, self._device, self._block_size = compute, graphs, device, block_size
-        self._groups, self._planes = groups, planes
+        self._compute, self.graphs, self._device, self._block_size = compute, graphs, device, block_size
+        self._groups, self._planes, self._adapted = groups, planes, adapted
         contexts = contexts_up_to(max_model_len)
         # The largest first: those behind it find their memory in its.
         self._shapes = [_Shape(n, c) for c in reversed(contexts) for n in sorted(sizes, reverse=True)]
-        largest = _DecodeGraph(self._shapes[0], None, len(groups), block_size)  # type: ignore[arg-type]
+        largest = _DecodeGraph(self._shapes[0], None, len(groups), block_size, adapted)  # type: ignore[arg-type]
         self._inputs = _Inputs(largest.size, device)
         self._made: list[_DecodeGraph] = []
 
@@ -222,10 +232,10 @@ class DecodeGraphs:
         """All of them; yields after each how many there are. One that cannot be captured ends it: then there are none,
         `problem` says why, and every step runs as if it were the first of its kind. Mutates: spare pages."""
         for shape in self._shapes:
-            one = _DecodeGraph(shape, self._inputs, len(self._groups), self._block_size)
+            one = _DecodeGraph(shape, self._inputs, len(self._groups), self._block_size, self._adapted)
             try:
                 one.step = self._step(one)
-                one.graph = self._graphs.capture(one.step)
+                one.graph = self.graphs.capture(one.step)
             except (HostRead, RuntimeError) as error:
                 self._made.clear()
                 self.problem = str(error).partition("\n")[0]
@@ -264,10 +274,11 @@ class DecodeGraphs:
     def _step(self, one: _DecodeGraph) -> Callable[[], Tensor]:
         """The step of a graph, over its buffers: what is captured."""
         n = one.shape.rows
-        ids, positions, *tables = one.views(self._inputs.device)
-        for part in (ids, positions):  # what the capture runs on writes to spare pages alone
+        ids, positions, *rest = one.views(self._inputs.device)
+        tables, adapters = rest[: len(self._groups)], rest[len(self._groups) :]
+        for part in (ids, positions, *adapters[:1]):  # what the capture runs on writes to spare pages alone
             part.fill_(0)
-        for part in tables:
+        for part in (*tables, *adapters[1:]):
             part.fill_(-1)
         at = np.arange(n + 1, dtype=np.int32)
         nothing = np.zeros(n, np.int32)
@@ -284,6 +295,8 @@ class DecodeGraphs:
             for g, where in enumerate(self._groups):
                 step.memo["slots_of", g] = self._slots(tables[g], at, where.pages_per_slab, spare[g])
                 step.memo["pages", g] = tables[g]
+            if adapters:
+                step.memo["adapter_order"], step.memo["adapter_tiles"] = adapters
             return self._compute(step, ids.long(), at, rows)
 
         return run

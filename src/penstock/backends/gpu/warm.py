@@ -129,8 +129,32 @@ def warm(
     return graphs
 
 
-def _graphs(forward: Any, planes: Sequence[Any], limits: StepLimits) -> DecodeGraphs | str:
-    """The graphs that there should be, or why there are none."""
+def capture_beside(forward: Any, plain: DecodeGraphs | None, planes: Sequence[Any], limits: StepLimits) -> None:
+    """Graphs of a model that has come to another that has `plain` ones, whose memory they share: streams wait
+    meanwhile, and a line in the log says for how long. Other steps are not run: sequences live in the planes.
+
+    Mutates: `forward.graphs`; spare pages.
+    """
+    if plain is None:
+        return
+    start, watch = time.monotonic(), forward.warming.watch
+    made = _graphs(forward, planes, limits, plain)
+    ready, watch.ready = watch.ready, False
+    if isinstance(made, DecodeGraphs):
+        many = len(list(made.capture()))
+        made = made.problem or made
+    watch.ready = ready
+    if isinstance(made, str):
+        _LOG.warning("steps with adapters are started from the host, and not by decode graphs: %s", made)
+        return
+    forward.graphs = made
+    _LOG.info("%d decode graphs of steps with adapters captured in %.1f s", many, time.monotonic() - start)
+
+
+def _graphs(
+    forward: Any, planes: Sequence[Any], limits: StepLimits, beside: DecodeGraphs | None = None
+) -> DecodeGraphs | str:  # fmt: skip
+    """The graphs that there should be, or why there are none. `beside`: others that never run at the same time."""
     settings: Warming = forward.warming
     sizes, device = settings.sizes, forward.placement.device
     if sizes == ():
@@ -138,11 +162,12 @@ def _graphs(forward: Any, planes: Sequence[Any], limits: StepLimits) -> DecodeGr
     problem = why_not(forward.code, limits.groups)
     if problem is not None:
         return problem
-    graphs: Graphs = CudaGraphs(device) if device.type == "cuda" else MockGraphs()
+    new = CudaGraphs if device.type == "cuda" else lambda _: MockGraphs()
+    graphs: Graphs = new(device) if beside is None else beside.graphs
     return DecodeGraphs(
         forward.compute, planes, limits.groups, block_size=limits.block_size,
         sizes=sizes_up_to(limits.max_num_seqs, sizes), max_model_len=forward.max_model_len, device=device,
-        graphs=graphs,
+        graphs=graphs, adapted=forward.adapted,
     )  # fmt: skip
 
 

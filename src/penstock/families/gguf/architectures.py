@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.families.gguf import encoders as e
 from penstock.families.gguf import gemma as g
 from penstock.families.gguf import mixed as m
 from penstock.families.gguf import readers as r
@@ -33,6 +34,7 @@ class Architecture:
     own. `per_block`: layers that a block holds together. `value_heads_in_turn`: value heads of the delta rule lie in an
     order in which each next one has the next key head. `drafts`: the first block behind the layers, if it predicts
     further tokens, reads what the model's final norm gives, and can draft. `choose`: which of several families it is.
+    `encoder`: tokens see those behind them.
     """
 
     families: tuple[str, ...]
@@ -44,6 +46,7 @@ class Architecture:
     drafts: bool = False
     value_heads_in_turn: bool = False
     choose: r.Read | None = None
+    encoder: bool = False
 
     def family(self, h: Header) -> str:
         """`model_type` of the model in a file."""
@@ -64,6 +67,9 @@ _LAYER_NORM = "attention.layer_norm_epsilon"
 _WITH_LAYER_NORM = {**_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "layer_norm_eps": _LAYER_NORM}
 _RMS_OR_LAYER: dict[str, Source] = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon?", "layer_norm_eps": f"{_LAYER_NORM}?",
+}  # fmt: skip
+_ENCODER: dict[str, Source] = {
+    **_SIZES, **_WIDTH, "num_attention_heads": r.equal_heads, "layer_norm_eps": _LAYER_NORM, "id2label": e.labels,
 }  # fmt: skip
 _GPT2: dict[str, Source] = {
     **_SIZES, "num_attention_heads": r.equal_heads, "n_inner": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM,
@@ -308,6 +314,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         "use_qk_norm": r.holds("attn_q_norm.weight"),
     }, names=_POST_NORM, drafts=True),
     "gpt2": Architecture(("gpt2",), _GPT2),
+    "bert": Architecture(("bert",), {
+        **_ENCODER, "max_position_embeddings": e.positions, "type_vocab_size": e.token_types,
+        "architectures": e.kind("BertModel", "BertForSequenceClassification"),
+    }, names=e.AROUND, encoder=True),
+    "nomic-bert": Architecture(("nomic_bert",), {
+        **_ENCODER, "type_vocab_size": e.token_types, "rope_parameters": e.plain_rope, "hidden_act": r.just("silu"),
+        "architectures": e.kind("NomicBertModel", "NomicBertForSequenceClassification"),
+    }, names=e.AROUND, encoder=True),
+    "modern-bert": Architecture(("modernbert",), {
+        **{k: v for k, v in _ENCODER.items() if k != "layer_norm_eps"}, "norm_eps": _LAYER_NORM,
+        "local_attention": "attention.sliding_window?", "layer_types": e.reaches, "rope_parameters": e.two_thetas,
+        "architectures": e.kind("ModernBertModel", "ModernBertForSequenceClassification"),
+    }, names=e.NAMES, encoder=True),
     "gpt-oss": Architecture(("gpt_oss",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
         "layer_types": r.layer_types(2), "num_local_experts": "expert_count", "rope_parameters": s.yarn_exactly,

@@ -18,6 +18,7 @@ from penstock.core.weight_map import Cut
 from penstock.families.blocks import beside_blocks, block_refs
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles, WeightRef, check_count, check_weights
 from penstock.families.gguf.architectures import ARCHITECTURES, Architecture
+from penstock.families.gguf.encoders import with_vectors
 from penstock.families.gguf.gemma import is_unused
 from penstock.families.gguf.header import Header, read_header
 from penstock.families.gguf.heads import find_heads
@@ -75,7 +76,7 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise _unknown(path, name)
     architecture = ARCHITECTURES[name]
-    header = read_header(first, tensors, name)
+    header = read_header(first, tensors, name, encoder=architecture.encoder)
     spec = _spec(first, header, architecture, find_family)
     check_count(spec)
     in_turn = architecture.value_heads_in_turn
@@ -149,6 +150,7 @@ def _spec(gguf: Gguf, h: Header, architecture: Architecture, find_family: FindFa
         spec = find_family(config).spec(config)
     except ModelError as error:
         raise type(error)(_in_words_of_the_file(str(error), gguf.path, keys)) from None
+    spec = with_vectors(spec, h)
     rotates = "rope_parameters" in config
     h.fields.refuse_unread(_HARMLESS if rotates else _HARMLESS | _UNROTATED)
     return spec

@@ -66,8 +66,9 @@ class Header:
         return list(values)
 
 
-def read_header(gguf: Gguf, tensors: Mapping[str, TensorRef], architecture: str) -> Header:
-    """Raises ModelError unless the file has an embedding of the size it says, UnsupportedError if it is not causal."""
+def read_header(gguf: Gguf, tensors: Mapping[str, TensorRef], architecture: str, *, encoder: bool = False) -> Header:
+    """Raises ModelError unless the file has an embedding of the size it says, UnsupportedError if it is not causal, but
+    for an `encoder`."""
     fields = section(gguf, architecture + ".")
     embed = tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
@@ -77,7 +78,7 @@ def read_header(gguf: Gguf, tensors: Mapping[str, TensorRef], architecture: str)
         raise ModelError(f"{quoted(gguf.path)} gives another vocab_size than its embedding's {vocab_size} rows")
     if fields.integer("embedding_length", high=MAX_SIZE) != hidden_size:
         raise ModelError(f"{quoted(gguf.path)} gives another embedding_length than its embedding's {hidden_size}")
-    if not fields.flag("attention.causal", default=True):
+    if not fields.flag("attention.causal", default=True) and not encoder:
         raise UnsupportedError(f"{quoted(gguf.path)} is no causal model (attention.causal is false)")
     return Header(gguf.path, fields, tensors, vocab_size, hidden_size)
 

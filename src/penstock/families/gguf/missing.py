@@ -7,7 +7,7 @@ _ENCODER = "an encoder, whose tokens see those after them"
 _VISION = "positions of three axes, for images"
 
 NEEDS: dict[str, str] = {
-    **dict.fromkeys(("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
+    **dict.fromkeys(("nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
                      "eurobert", "t5", "t5encoder", "gemma-embedding", "llama-embed"), _ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe"), "attention to tokens that come after, for diffusion"),
     **dict.fromkeys(("hunyuan_vl", "paddleocr"), _VISION),

@@ -13,6 +13,7 @@ from penstock.core.mixers import Shapes
 from penstock.core.mixers.rwkv import MIXED_6
 from penstock.core.model_spec import (
     Attention,
+    EncoderAttention,
     Experts,
     FeedForward,
     GatedDelta,
@@ -192,7 +193,9 @@ def _fused(blk: str, base: str, ending: str, layer: Layer, e: int, tensors: Mapp
     """Rows of q, k and v below each other, or of gate and up, where the file has them in one tensor."""
     mixer, ffn = layer.mixer, layer.ffn
     columns = (e,) if ending == "weight" else ()
-    if base in ("q", "k", "v") and isinstance(mixer, Attention):
+    if base in ("q", "k", "v") and isinstance(mixer, EncoderAttention):
+        stored, sizes = f"{blk}attn_qkv.{ending}", dict.fromkeys(("q", "k", "v"), mixer.num_heads * mixer.head_dim)
+    elif base in ("q", "k", "v") and isinstance(mixer, Attention):
         stored, rows = f"{blk}attn_qkv.{ending}", mixer.num_kv_heads * mixer.head_dim
         sizes = {"q": mixer.num_heads * mixer.head_dim, "k": rows, "v": mixer.num_kv_heads * mixer.value_dim}
     elif base in ("gate", "up") and isinstance(ffn, FeedForward) and ffn.gated:

@@ -19,7 +19,8 @@ from penstock.base.hashing import digest
 from penstock.server.batches import disk
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages",
-             "/v1/decisions")  # fmt: skip
+             "/v1/decisions", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/classify",
+             "/pooling")  # fmt: skip
 MAX_CUSTOM_ID = 512
 _READ_BYTES = 1 << 18
 _PREFIX = "batch_req_"

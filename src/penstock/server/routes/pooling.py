@@ -41,7 +41,7 @@ from penstock.server.schema.pooling import (
 from penstock.server.transport.sse import as_json, unless_gone
 from penstock.server.turns.asking import Caller, asker_of, caller_of, check_model, new_id
 from penstock.server.turns.truncation import check_truncation, to_cut
-from penstock.text.pooling import check_scorer, encode_pair, pooling_of, shortened
+from penstock.text.pooling import encode_pair, pooling_of, scored_label, shortened
 
 T = TypeVar("T", bound=msgspec.Struct)
 Body = ScoreRequest | RerankRequest | ClassifyRequest | PoolingRequest
@@ -175,7 +175,7 @@ async def pair_scores(
         ours, theirs = vectors[: len(first)], vectors[len(first) :]
         found = [cosine(ours[i if len(first) > 1 else 0], vector) for i, vector in enumerate(theirs)]
         return found, sum(len(prompt.ids) for prompt in texts)
-    check_scorer(len(own.labels))
+    label = scored_label(own)
     check_truncation(body.truncate_prompt_tokens, limits)
     firsts = list(first) * (len(second) if len(first) == 1 else 1)
     for name, texts_of in zip(names, (first, second), strict=True):
@@ -184,17 +184,14 @@ async def pair_scores(
     size = sum(len(a) + len(b) for a, b in zip(firsts, second, strict=True))
 
     def encode() -> list[list[int]]:
-        return [encode_pair(tokenizer, a, b, limits) for a, b in zip(firsts, second, strict=True)]
+        most = body.truncate_prompt_tokens
+        return [encode_pair(tokenizer, a, b, limits, most) for a, b in zip(firsts, second, strict=True)]
 
-    room = limits.context[0]
-    pairs = []
-    for i, ids in enumerate(await service.encoding.work(size, asker, encode)):
-        if (most := body.truncate_prompt_tokens) is not None:
-            ids = shortened(ids, room if most == -1 else most, encoded=True)
-        pairs.append(Prompt(ids, None, f"{names[1]}[{i}]"))
+    encoded = await service.encoding.work(size, asker, encode)
+    pairs = [Prompt(ids, None, f"{names[1]}[{i}]") for i, ids in enumerate(encoded)]
     how = pooling_of("classify", None, limits)
     scores = await pooled_all(caller, body, pairs, how, partial(label_scores, kind=own.scores), "score")
-    return [one[0] for one in scores], sum(len(prompt.ids) for prompt in pairs)
+    return [one[label] for one in scores], sum(len(prompt.ids) for prompt in pairs)
 
 
 async def _prompts(caller: Caller, body: Body, given: str | list[str], name: str) -> list[Prompt]:

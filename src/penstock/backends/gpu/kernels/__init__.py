@@ -42,6 +42,7 @@ KERNELS = (
     KernelEntry("product_row", f"{_HERE}.row_products:product_row", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("coded_row", f"{_HERE}.row_products:coded_row", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("experts", f"{_HERE}.experts:run_experts", "penstock.ops.ref.experts:experts", _EXPERTS),
+    KernelEntry("adapt", f"{_HERE}.adapters:adapt", "penstock.ops.adapters:adapt", f"{_TESTS}/test_adapters.py"),
     KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", _SAMPLE, True),
     KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", _SAMPLE, True),
 )  # fmt: skip

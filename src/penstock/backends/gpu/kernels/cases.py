@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.backends.gpu.kernels.activation import activate_gated
+from penstock.backends.gpu.kernels.adapters import FIELDS, TILE, AdapterSlots, adapt
 from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
 from penstock.backends.gpu.kernels.experts import Stack, run_experts
@@ -156,6 +157,20 @@ def expert_case(device: str, tokens: int, bits: int = 16) -> Call:
     return lambda: run_experts(x, ids.sort(-1).values, shares, gate, up, down, num, "silu")
 
 
+def adapter_case(device: str, rows: int, adapters: int, rank: int = 16, dtype: torch.dtype = BF16) -> Call:
+    """Query projections of rows that each have another adapter, as long as there are some, and share them then."""
+    x, y = _normal(device, rows, E, dtype=dtype), _normal(device, rows, E, dtype=dtype)
+    a, b = _normal(device, adapters, rank, E, dtype=dtype), _normal(device, adapters, E, rank, dtype=dtype)
+    own = [[a[n].data_ptr(), b[n].data_ptr(), 0, 0, rank, 0] if device != "meta" else [0] * FIELDS
+           for n in range(adapters)]  # fmt: skip
+    slots = AdapterSlots(torch.tensor(own, dtype=torch.int64).to(device), a, rank)
+    each = -(-rows // adapters)
+    tiles = [[n, n * each + i, min(TILE, each - i)] for n in range(-(-rows // each)) for i in range(0, each, TILE)]
+    order = torch.arange(rows, dtype=torch.int32, device=device)
+    places = torch.tensor(tiles, dtype=torch.int32).to(device)
+    return lambda: (adapt(x, y, order, places, slots), b)
+
+
 def sampling(device: str, rows: int, truncated: bool = False) -> Call:
     logits = _normal(device, rows, V, dtype=F32)
 
@@ -227,6 +242,9 @@ CASES: dict[str, Case] = {
     "experts int8 in groups of 128, 1 token": Case("experts", lambda d: expert_case(d, 1, 8), 8 * 3 * 2048 * 768),
     "experts int4 in groups of 128, 1 token": Case("experts", lambda d: expert_case(d, 1, 4), 8 * 3 * 2048 * 384),
     "experts int4 in groups of 128, 512 tokens": Case("experts", lambda d: expert_case(d, 512, 4)),
+    "adapters of rank 16, 32 rows": Case("adapters", lambda d: adapter_case(d, 32, 32), 32 * 2 * E * 16 * 2),
+    "adapters of rank 64, 512 tokens of 4": Case("adapters", lambda d: adapter_case(d, 512, 4, 64)),
+    "adapters float32, 8 rows": Case("adapters", lambda d: adapter_case(d, 8, 8, dtype=F32), 8 * 2 * E * 16 * 4),
     "argmax": Case("sample", lambda d: greedy(d, 64), 64 * V * 4),
     "draw": Case("sample", lambda d: sampling(d, 64), 64 * V * 12),
     "draw, top-k and top-p": Case("sample", lambda d: sampling(d, 64, truncated=True)),
