@@ -26,6 +26,8 @@ SHAPES = {
     "Qwen2.5-0.5B": QWEN,
     "Qwen2.5-1.5B": (12, 2, 128),
     "SmolLM2-135M": (9, 3, 64),
+    "Llama-3.2-1B": (32, 8, 64),
+    "Llama-3.1-8B": (32, 8, 128),
     "a kv head per head": (16, 16, 64),
 }
 COUNTS, OWN = (1, 2, 4, 8, 16, 32), 40

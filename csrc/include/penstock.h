@@ -473,6 +473,8 @@ PST_API void pst_program_profile(pst_program *program, int64_t *nanoseconds);
 PST_API void pst_program_share(pst_program *program, int32_t shares);
 /* How many keys of a kv head PST_ATTEND has looked up in the runs so far (as many values). */
 PST_API int64_t pst_program_keys_read(const pst_program *program);
+/* How many more it would have looked up, had it read for each what several sequences have in common. */
+PST_API int64_t pst_program_keys_shared(const pst_program *program);
 
 /* Between runs: the panels of matrix `index` of p[pointer] of a PST_EXPERTS, operation number `op`, lie at `data` (64-byte aligned)
  * from now on. Biases and orders stay where they are. What it had may be freed. 0, or -1 if there is no such matrix. */

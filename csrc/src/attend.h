@@ -44,7 +44,7 @@ struct Attend final : Op {
     };
 
     // Rows whose scores of a chunk exist at once.
-    int most_rows() const { return rule.more.dim ? STRIP_ROWS : ROW_GROUP; }
+    int most_rows() const { return rule.more.dim ? STRIP_ROWS : shares_group >= 0 ? block_rows : ROW_GROUP; }
     void lay_out(const Maker& maker);
     Own own_memory(const Context& context) const;
 
@@ -145,6 +145,10 @@ struct Attend final : Op {
         int count;
         Heads head;
         State part;
+        Places *now, *next;  // of a chunk and, where `member` has it in common with the one behind it, that at `found`
+        Reach* reaches;      // of each row in a chunk that all see
+        int member = -1, found = -1;
+
         int row(int member) const {  // the first of a member's
             int rows = 0;
             for (int i = 0; i < member; i++) rows += block(i).count;
@@ -155,8 +159,10 @@ struct Attend final : Op {
     void attend_bundle(const Context& context, const int32_t* members, int count, int head, const Own& own) const;
     // Members first ... last-1, which have all before `start` in common, in a span from there on: as long as they have the
     // chunk in common together, then those that still do.
-    void attend_members(const Bundle& bundle, int first, int last, int start, int span) const;
-    void attend_shared(const Bundle& bundle, int first, int last, int start, bool fresh) const;
+    void attend_members(Bundle& bundle, int first, int last, int start, int span) const;
+    // What a member has of the chunk at `start`, before it is its turn: alone it reads too little for anybody to see it coming.
+    void fetch(const Bundle& bundle, const Block& block, int start) const;
+    void attend_shared(Bundle& bundle, int first, int last, int start, bool fresh) const;
     // One token, which reads those in the slots that were found for it: as if its sequence had no others.
     void attend_slots(const Context& context, const Block& block, Heads some, const Own& own) const;
     // One token, which reads of each kv head the tokens that were chosen: as if its sequence had no others.

@@ -262,13 +262,19 @@ void Attend::run(Team& team, const Context& context) const {
     Plan made = plan(context.step, context.prefixes[group], team.size, own);
     if (made.splits) attend_split(team, context, made, own);
     int parts = kv_heads / made.together;
-    const int64_t bundles = int64_t(made.bundles) * kv_heads, tasks = bundles + int64_t(made.blocks) * parts;
+    const int64_t whole = int64_t(made.bundles) * kv_heads / team.size, left = int64_t(made.bundles) * kv_heads % team.size;
+    // Of a bundle's heads each thread takes as many as the others, and of each that is left a part of its members.
+    const int64_t bundles = team.size * (whole + left), tasks = bundles + int64_t(made.blocks) * parts;
+    auto bundled = [&](int64_t thread, int64_t nth) {
+        const int64_t at = nth < whole ? thread * whole + nth : team.size * whole + nth - whole;
+        const int32_t bundle = int32_t(at / kv_heads), from = bundle ? own.ends[bundle - 1] : 0, count = own.ends[bundle] - from;
+        auto cut = [&](int64_t part) { return from + int32_t(nth < whole ? part * count : count * (thread + part) / team.size); };
+        if (cut(0) < cut(1)) attend_bundle(context, own.members + cut(0), cut(1) - cut(0), int(at % kv_heads), own);
+    };
     for (int64_t task, end; team.next(1, tasks, task, end);)
         for (; task < end; task++) {
             if (task < bundles) {
-                const int64_t at = task / kv_heads;
-                const int32_t from = at ? own.ends[at - 1] : 0;
-                attend_bundle(context, own.members + from, own.ends[at] - from, int(task % kv_heads), own);
+                bundled(task / (whole + left), task % (whole + left));
                 continue;
             }
             const int64_t i = task - bundles;

@@ -95,7 +95,13 @@ void find(const Rule& rule, const Pages& pages, const Block& block, int head, in
 }
 
 void find_slots(const Rule& rule, const Pages& pages, int head, int start, int p, int end, Places& places) {
-    for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = places.more[j] = nullptr;
+    auto nothing = [&](int from, int to) {
+        std::fill(places.keys + from, places.keys + to, nullptr);
+        std::fill(places.values + from, places.values + to, nullptr);
+        if (rule.more.dim) std::fill(places.more + from, places.more + to, nullptr);
+    };
+    nothing(0, p - start);
+    nothing(std::max(p, end) - start, CHUNK);
     for (; pages.slots && p < end; p++) Place(rule, pages, pages.slots[p], head).put(rule, places, p - start);
     while (p < end) {
         int next_page = std::min(end, (p / pages.block_size + 1) * pages.block_size);

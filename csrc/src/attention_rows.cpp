@@ -12,6 +12,13 @@ constexpr int SCORE_ROWS = 8, SCORE_TILES = 2, VALUE_ROWS = 4, VALUE_VECTORS = 4
 #else
 constexpr int SCORE_ROWS = 4, SCORE_TILES = 1, VALUE_ROWS = 2, VALUE_VECTORS = 2;
 #endif
+#ifndef NT
+#define NT 4
+#endif
+#ifndef NS
+#define NS 64
+#endif
+constexpr int NEAR_TILES = NT, NEAR_STEPS = NS;  // of keys and values, which many rows meet one after the other
 
 // ---- scores ----
 
@@ -47,20 +54,34 @@ inline void put(const Products& p, F x, float* scores) { store(scores, p.onto ? 
 template <bool PAIRS, int ROWS, int TILES>
 void score_block(const Products& p, int row, int tile, float* scores) {
     F sums[ROWS][TILES];
+#pragma GCC unroll 16
     for (auto& of_row : sums)
+#pragma GCC unroll 16
         for (F& sum : of_row) sum = all(0.0f);
     const float* keys = reinterpret_cast<const float*>(p.keys) + int64_t(tile) * p.steps * TILE;
     const uint8_t* query = p.queries + row * p.query_bytes;
-    for (int from = 0; from < p.steps; from += Ahead::STEPS) {
-        p.ahead.work();
-        for (int d = from, end = std::min(p.steps, from + Ahead::STEPS); d < end; d++, keys += TILE) {
+    auto steps = [&](int d, int end) __attribute__((always_inline)) {
+        for (; d < end; d++, keys += TILE) {
             F k[TILES];
+#pragma GCC unroll 16
             for (int i = 0; i < TILES; i++) k[i] = load(keys + int64_t(i) * p.steps * TILE);
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
                 for (int i = 0; i < TILES; i++) sums[r][i] = step<PAIRS>(query + r * p.query_bytes, d, k[i], sums[r][i]);
         }
+    };
+    if (!p.ahead.lines) {
+        steps(0, p.steps);
+    } else {
+        for (int from = 0; from < p.steps; from += Ahead::STEPS) {
+            p.ahead.work();
+            steps(from, std::min(p.steps, from + Ahead::STEPS));
+        }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
         for (int i = 0; i < TILES; i++)
             put(p, sums[r][i] * load(p.factors + (tile + i) * TILE), scores + int64_t(row + r) * CHUNK + (tile + i) * TILE);
 }
@@ -78,19 +99,24 @@ void score_rows(const Products& p, int row, int first, int last, float* scores) 
 
 template <bool PAIRS>
 void score(const Products& p, int count, int first, int last, float* scores) {
-    for (int row = 0, rows; row < count; row += rows) {
-        rows = std::min(count - row, SCORE_ROWS);
-        switch (rows) {
-            case 1: score_rows<PAIRS, 1>(p, row, first, last, scores); break;
-            case 2: score_rows<PAIRS, 2>(p, row, first, last, scores); break;
-            case 3: score_rows<PAIRS, 3>(p, row, first, last, scores); break;
-            case 4: score_rows<PAIRS, 4>(p, row, first, last, scores); break;
+    // Many rows meet a few tiles at a time, which stay in the nearest cache.
+    const int tiles = count > SCORE_ROWS ? NEAR_TILES : last - first;
+    for (int from = first, to; from < last; from = to) {
+        to = std::min(last, from + tiles);
+        for (int row = 0, rows; row < count; row += rows) {
+            rows = std::min(count - row, SCORE_ROWS);
+            switch (rows) {
+                case 1: score_rows<PAIRS, 1>(p, row, from, to, scores); break;
+                case 2: score_rows<PAIRS, 2>(p, row, from, to, scores); break;
+                case 3: score_rows<PAIRS, 3>(p, row, from, to, scores); break;
+                case 4: score_rows<PAIRS, 4>(p, row, from, to, scores); break;
 #if defined(__AVX512F__)
-            case 5: score_rows<PAIRS, 5>(p, row, first, last, scores); break;
-            case 6: score_rows<PAIRS, 6>(p, row, first, last, scores); break;
-            case 7: score_rows<PAIRS, 7>(p, row, first, last, scores); break;
-            case 8: score_rows<PAIRS, 8>(p, row, first, last, scores); break;
+                case 5: score_rows<PAIRS, 5>(p, row, from, to, scores); break;
+                case 6: score_rows<PAIRS, 6>(p, row, from, to, scores); break;
+                case 7: score_rows<PAIRS, 7>(p, row, from, to, scores); break;
+                case 8: score_rows<PAIRS, 8>(p, row, from, to, scores); break;
 #endif
+            }
         }
     }
 }
@@ -224,23 +250,37 @@ template <bool PAIRS, int ROWS, int VECTORS>
 void value_block(const Weighing& w, int row, int column, int first, int last) {
     F sums[ROWS][VECTORS];
     float* out = w.out + int64_t(row) * w.stride + column;
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
         for (int i = 0; i < VECTORS; i++) sums[r][i] = load(out + int64_t(r) * w.stride + i * LANES);
     const float* weights = w.weights + int64_t(row) * CHUNK;
-    for (int from = first; from < last; from += Ahead::STEPS) {
-        w.ahead.work();
-        for (int j = from, end = std::min(last, from + Ahead::STEPS); j < end; j++) {
-            const float* values = w.values + int64_t(j) * w.padded + column;
+    const float* values = w.values + int64_t(first) * w.padded + column;
+    auto steps = [&](int j, int end) __attribute__((always_inline)) {
+        for (; j < end; j++, values += w.padded) {
             F v[VECTORS];
+#pragma GCC unroll 16
             for (int i = 0; i < VECTORS; i++) v[i] = load(values + i * LANES);
             if constexpr (PAIRS && ROWS == 1)
                 for (F& x : v) x = keep(x, w.part);
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
                 for (int i = 0; i < VECTORS; i++)
                     sums[r][i] = value_step<PAIRS>(weights + r * CHUNK + j, v[i], sums[r][i]);
         }
+    };
+    if (!w.ahead.lines) {
+        steps(first, last);
+    } else {
+        for (int from = first; from < last; from += Ahead::STEPS) {
+            w.ahead.work();
+            steps(from, std::min(last, from + Ahead::STEPS));
+        }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
         for (int i = 0; i < VECTORS; i++) store(out + int64_t(r) * w.stride + i * LANES, sums[r][i]);
 }
 
@@ -287,15 +327,19 @@ void add_values(const Weighing& w, int count, const Reach* reaches) {
         return;
     }
     for (int r = 0; r < count; r++) add_alone<PAIRS>(w, r, reaches[r].first, first);
-    for (int r = 0, rows; r < count; r += rows) {
-        rows = std::min(count - r, VALUE_ROWS);
-        switch (rows) {
-            case 1: value_rows<PAIRS, 1>(w, r, first / KEYS, last / KEYS); break;
-            case 2: value_rows<PAIRS, 2>(w, r, first / KEYS, last / KEYS); break;
+    const int begin = first / KEYS, end = last / KEYS, steps = count > ROW_GROUP ? NEAR_STEPS : end - begin;
+    for (int from = begin, to; from < end; from = to) {
+        to = std::min(end, from + steps);
+        for (int r = 0, rows; r < count; r += rows) {
+            rows = std::min(count - r, VALUE_ROWS);
+            switch (rows) {
+                case 1: value_rows<PAIRS, 1>(w, r, from, to); break;
+                case 2: value_rows<PAIRS, 2>(w, r, from, to); break;
 #if defined(__AVX512F__)
-            case 3: value_rows<PAIRS, 3>(w, r, first / KEYS, last / KEYS); break;
-            case 4: value_rows<PAIRS, 4>(w, r, first / KEYS, last / KEYS); break;
+                case 3: value_rows<PAIRS, 3>(w, r, from, to); break;
+                case 4: value_rows<PAIRS, 4>(w, r, from, to); break;
 #endif
+            }
         }
     }
     for (int r = 0; r < count; r++) add_alone<PAIRS>(w, r, last, reaches[r].last);
@@ -373,11 +417,12 @@ void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t qu
     for (int from = begin; from < last; from += length) {
         int a = std::max(first - from, 0), b = std::min(last - from, length);
         if (places) gather_values(v, places->values + from, a, b, ahead, strips.memory);
-        Reach seen[STRIP_ROWS];  // of the strip
-        for (int r = 0; r < count; r++) {
-            seen[r].first = std::min(std::max(reaches[r].first - from, 0), length);
-            seen[r].last = std::max(std::min(reaches[r].last - from, length), seen[r].first);
+        Reach of_strip[STRIP_ROWS];
+        for (int r = 0; places && r < count; r++) {
+            of_strip[r].first = std::min(std::max(reaches[r].first - from, 0), length);
+            of_strip[r].last = std::max(std::min(reaches[r].last - from, length), of_strip[r].first);
         }
+        const Reach* seen = places ? of_strip : reaches;
         Weighing w{scratch + from / (v.pairs ? 2 : 1),
                    reinterpret_cast<const float*>(places ? strips.memory : chunk.values),
                    v.padded,

@@ -9,12 +9,17 @@ namespace pst {
 
 void Attend::attend_bundle(const Context& context, const int32_t* members, int count, int head, const Own& own) const {
     State part = state_at(own.part), whole = state_at(own.whole);
-    const Bundle bundle{context, own, members, count, {head, 1}, part};
+    Places places[2];
+    Reach reaches[BLOCK_ROWS];
+    Bundle bundle{context, own, members, count, {head, 1}, part, &places[0], &places[1], reaches};
     auto each = [&](auto body) {
         int row = 0;
         for (int i = 0; i < count; row += bundle.block(i++).count * per) body(bundle.block(i), row);
     };
-    each([&](const Block& block, int row) { take_queries(block, bundle.head, own.behind(row * query_bytes)); });
+    each([&](const Block& block, int row) {
+        take_queries(block, bundle.head, own.behind(row * query_bytes));
+        for (int r = row; r < row + block.count * per; r++) reaches[r] = {0, CHUNK, 0.0f, 0.0f};
+    });
     int spans = 0;
     each([&](const Block& block, int) { spans = std::max(spans, block.spans()); });
     for (int span = 0; span < spans; span++) {
@@ -27,11 +32,12 @@ void Attend::attend_bundle(const Context& context, const int32_t* members, int c
     each([&](const Block& block, int row) { put_out(block, bundle.head, (spans > 1 ? whole : part).from(row)); });
 }
 
-void Attend::attend_members(const Bundle& bundle, int first, int last, int start, int span) const {
+void Attend::attend_members(Bundle& bundle, int first, int last, int start, int span) const {
     const int end = (span + 1) * rule.span;
     if (last - first == 1) {
         const Block& block = bundle.block(first);
         const int row = bundle.row(first) * per;
+        if (first + 1 < bundle.count) fetch(bundle, bundle.block(first + 1), start);
         if (start < std::min(block.end, end))
             attend_chunks(pages_of(bundle.context, block, bundle.head), block, bundle.head, start, span, true, false,
                           bundle.own.behind(row * query_bytes), bundle.part.from(row));
@@ -47,28 +53,45 @@ void Attend::attend_members(const Bundle& bundle, int first, int last, int start
     }
 }
 
-void Attend::attend_shared(const Bundle& bundle, int first, int last, int start, bool fresh) const {
+void Attend::fetch(const Bundle& bundle, const Block& block, int start) const {
+    const Pages pages = pages_of(bundle.context, block, bundle.head);
+    const int head = in_page(bundle.head.first), end = std::min(block.end, start + CHUNK), size = pages.block_size;
+    const int key_bytes = rule.stored.row_bytes(), value_bytes = rule.values.row_bytes();
+    for (int p = start; p < end; p++) {
+        const int64_t page = pages.page(p / size);
+        const uint8_t *key = number(rule.stored.plane, page, p % size, head), *value = number(rule.values.plane, page, p % size, head);
+        for (int i = 0; i < key_bytes; i += 64) __builtin_prefetch(key + i, 0, FETCH);
+        for (int i = 0; i < value_bytes; i += 64) __builtin_prefetch(value + i, 0, FETCH);
+    }
+}
+
+void Attend::attend_shared(Bundle& bundle, int first, int last, int start, bool fresh) const {
     const Own& own = bundle.own;
     const Block& block = bundle.block(first);
     const Pages pages = pages_of(bundle.context, block, bundle.head);
-    Places now, next;
     auto look = [&](int at, Places& places) {
         places.first = 0, places.last = CHUNK;
         find_slots(rule, pages, in_page(bundle.head.first), at, at, at + CHUNK, places);
     };
-    look(start, now);
-    Ahead ahead = ahead_of(next, block, bundle.head);
-    if (bundle.block(first + 1).common >= start + 2 * CHUNK) look(start + CHUNK, next), ahead.begin(0, CHUNK);
-    gather(start, now, false, fresh, own, ahead);
-    Reach reaches[BLOCK_ROWS];
-    int rows = 0;
-    for (int i = first; i < last; i++)
-        for (int r = 0; r < bundle.block(i).count * per; r++) reaches[rows++] = reach(bundle.block(i), r, bundle.head.first, start);
+    if (bundle.member == first && bundle.found == start) std::swap(bundle.now, bundle.next);
+    else look(start, *bundle.now);
+    Ahead ahead = ahead_of(*bundle.next, block, bundle.head);
+    if (bundle.block(first + 1).common >= start + 2 * CHUNK) {
+        look(start + CHUNK, *bundle.next), ahead.begin(0, CHUNK);
+        bundle.member = first, bundle.found = start + CHUNK;
+    }
+    gather(start, *bundle.now, false, fresh, own, ahead);
+    own.keys_read[1] += int64_t(last - first - 1) * CHUNK;
     const int from = bundle.row(first) * per;
+    int end = from;
+    for (int i = first; i < last; i++) {
+        const int rows = bundle.block(i).count * per;
+        for (int r = 0; slopes && r < rows; r++) bundle.reaches[end + r] = reach(bundle.block(i), r, bundle.head.first, start);
+        end += rows;
+    }
     Chunk chunk{own.keys, own.values, own.more, own.factors, own.more_factors, own.value_scales};
-    for (int row = 0; row < rows; row += ROW_GROUP)
-        attend_rows(rule, std::min(ROW_GROUP, rows - row), own.queries + (from + row) * query_bytes, query_bytes,
-                    reaches + row, {}, chunk, bundle.part, from + row, own.scratch, ahead);
+    attend_rows(rule, end - from, own.queries + from * query_bytes, query_bytes, bundle.reaches + from, {}, chunk, bundle.part,
+                from, own.scratch, ahead);
 }
 
 }  // namespace pst

@@ -53,7 +53,7 @@ struct Context {
     uint8_t* shared_scratch;  // one for all threads
     uint8_t* own_scratch;     // this thread's
     const Prefixes* prefixes;  // [groups]
-    int64_t* keys_read;       // this thread's count, see pst_program_keys_read
+    int64_t* keys_read;       // this thread's counts, see pst_program_keys_read and _shared
 
     // Where the token of a row stands.
     int64_t position(const pst_register& r, int64_t row) const {

@@ -71,7 +71,7 @@ struct pst_program {
     std::vector<std::unique_ptr<pst::PrefixOrder>> orders;  // [groups], null where nobody asks
     std::vector<pst::Prefixes> prefixes;                    // of the step that runs
     bool shares = true;
-    std::vector<int64_t> keys_read;  // by thread, each in a cache line of its own
+    std::vector<int64_t> keys_read;  // by thread, each in a cache line of its own: read, and shared
     bool profiling = false;
     std::vector<int64_t> nanoseconds;
 
@@ -185,7 +185,13 @@ void pst_program_share(pst_program* program, int32_t shares) { program->shares =
 
 int64_t pst_program_keys_read(const pst_program* program) {
     int64_t total = 0;
-    for (int64_t of_thread : program->keys_read) total += of_thread;
+    for (size_t i = 0; i < program->keys_read.size(); i += 8) total += program->keys_read[i];
+    return total;
+}
+
+int64_t pst_program_keys_shared(const pst_program* program) {
+    int64_t total = 0;
+    for (size_t i = 1; i < program->keys_read.size(); i += 8) total += program->keys_read[i];
     return total;
 }
 

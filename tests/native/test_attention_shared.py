@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.micro.kernels.attention import Call
 
+from penstock import LLM, SamplingParams
 from tests.native.running import each_isa, each_threads, pool
 from tests.native.test_attention import DTYPES, SPAN, Rule, Text, assert_right, attend, same, sinks_of, slopes_of, text
 
@@ -71,9 +72,10 @@ def test_C55_C57_keys_of_a_common_beginning_are_looked_up_once(isa: str, common:
     counts, results = [], []
     for call, shares in ((once, True), (once, False), (apart, True)):
         call.program.share_prefixes(shares)
-        before = call.program.keys_read()
+        before = call.program.keys_read(), call.program.keys_shared()
         call()
-        counts.append((call.program.keys_read() - before) // 2)
+        counts.append((call.program.keys_read() - before[0]) // 2)
+        assert counts[-1] + (call.program.keys_shared() - before[1]) // 2 == sum(lengths)
         results.append(call.result().copy())
     for result in results:
         same(result, results[0])
@@ -104,3 +106,32 @@ def test_more_rows_than_a_task_holds(isa: str) -> None:
     texts = [replace(t, start=t.stop - 1) for t in family(rng, rule, [(512, "")], 40, 40)]
     for t, got in zip(texts, attend(isa, 2, texts, rule, "float32", 32), strict=True):
         same(got, attend(isa, 1, [t], rule, "float32", 16)[0])
+
+
+@each_isa
+@each_threads
+@pytest.mark.parametrize("members", [2, 3, 9])
+def test_what_is_left_of_a_bundles_heads_is_dealt_out(isa: str, threads: int, members: int) -> None:
+    """Three kv heads: each thread takes some members of the one, or two, that not all of them have; some nobody."""
+    rule = Rule(6, 3, 16, 16)
+    rng = np.random.default_rng([60, members])
+    texts = [replace(t, start=t.stop - 1) for t in family(rng, rule, [(512, "")], members, 40)]
+    alone = [attend(isa, 1, [t], rule, "bfloat16", 32)[0] for t in texts]
+    for got, want in zip(attend(isa, threads, texts, rule, "bfloat16", 32), alone, strict=True):
+        same(got, want)
+
+
+def test_C56_an_engine_reads_a_common_beginning_once_and_says_so() -> None:
+    """Same tokens as without; keys that were not read again are counted, in whole chunks of 256."""
+    before = [3 + i % 200 for i in range(600)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    tokens, stats = [], []
+    for cascade in (True, False):
+        llm = LLM("nano", ops="native", threads=1, max_num_seqs=4, skip_tokenizer_init=True, cascade_attention=cascade)
+        llm.generate([{"prompt_token_ids": before}], params)
+        outs = llm.generate([{"prompt_token_ids": [*before, 5 + i]} for i in range(4)], params)
+        tokens.append([list(out.outputs[0].token_ids) for out in outs])
+        stats.append(llm.engine.core.stats)
+    assert tokens[0] == tokens[1]
+    assert stats[0].num_keys_shared % (3 * 512) == 0 < stats[0].num_keys_shared
+    assert stats[0].num_keys_read > 0 == stats[1].num_keys_shared

@@ -155,6 +155,17 @@ class StreamingForward(Forward, Protocol):
 
 
 @runtime_checkable
+class SharingForward(Forward, Protocol):
+    """A model whose attention may read once what several sequences have in common."""
+
+    @property
+    def keys_read(self) -> tuple[int, int] | None:
+        """Since it was made, over layers and kv heads: keys read, and how many more it would have been without that;
+        None: it reads for each."""
+        ...
+
+
+@runtime_checkable
 class ExpertForward(Forward, Protocol):
     """A model whose experts may not all be in memory."""
 

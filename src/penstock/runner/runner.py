@@ -31,6 +31,7 @@ from penstock.model.forward import (
     ObservedForward,
     PoolingForward,
     ResidentForward,
+    SharingForward,
     StreamingForward,
     WarmedForward,
     WatchedForward,
@@ -162,6 +163,9 @@ class Runner:
         self._weights: tuple[int, float] = (0, 0.0)
         self._experts = forward if isinstance(forward, ExpertForward) and forward.expert_counts else None
         self._expert_counts: tuple[float, ...] = () if self._experts is None else self._experts.expert_counts
+        shares = isinstance(forward, SharingForward) and forward.keys_read is not None
+        self._sharing = forward if shares and isinstance(forward, SharingForward) else None
+        self._keys = (0, 0)
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
@@ -270,6 +274,9 @@ class Runner:
         if self._streaming is not None:
             (num_bytes, waited_s), self._weights = self._weights, self._streaming.weights_read or self._weights
             result = replaced(result, weights=(self._weights[0] - num_bytes, self._weights[1] - waited_s))
+        if self._sharing is not None:
+            had, self._keys = self._keys, self._sharing.keys_read or self._keys
+            result = replaced(result, keys=(self._keys[0] - had[0], self._keys[1] - had[1]))
         if self._experts is not None:
             before, self._expert_counts = self._expert_counts, self._experts.expert_counts
             more = tuple(now - had for now, had in zip(self._expert_counts, before, strict=True))

@@ -83,6 +83,7 @@ class NativeForward:
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
         self._native: NativeProgram | None = None
+        self._keys = (0, 0)  # of programs before this one, see `keys_read`
         self._end = len(self._code.ops)
         self.num_layers = len(self._code.bounds) - 1
         self._pause: Callable[[int], None] | None = None
@@ -109,6 +110,16 @@ class NativeForward:
     def weights_read(self) -> tuple[int, float] | None:
         """See `model.forward.StreamingForward`."""
         return None if self._resident is None else (self._resident.num_read, self._resident.stalled_s)
+
+    @property
+    def keys_read(self) -> tuple[int, int] | None:
+        """See `model.forward.SharingForward`."""
+        if not self._cascade:
+            return None
+        read, shared = self._keys
+        return (read, shared) if self._native is None else (
+            read + self._native.keys_read(), shared + self._native.keys_shared()
+        )  # fmt: skip
 
     @property
     def expert_counts(self) -> tuple[float, ...]:
@@ -231,6 +242,7 @@ class NativeForward:
             if self.stops is not None:
                 self.stops.forget()
             # Only now: what could not be made leaves what was there as it was.
+            self._keys = self.keys_read or self._keys
             self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
             self._best, self._finite = best.data, finite
         return self._native

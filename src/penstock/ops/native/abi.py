@@ -354,6 +354,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_program_profile": (None, [c.c_void_p, c.c_void_p]),
     "pst_program_share": (None, [c.c_void_p, c.c_int32]),
     "pst_program_keys_read": (c.c_int64, [c.c_void_p]),
+    "pst_program_keys_shared": (c.c_int64, [c.c_void_p]),
     "pst_program_move": (c.c_int32, [c.c_void_p, c.c_int32, c.c_int32, c.c_int32, c.c_void_p]),
     "pst_sampler_new": (c.c_void_p, [c.c_int32, c.c_int32]),
     "pst_sampler_free": (None, [c.c_void_p]),

@@ -207,6 +207,10 @@ class NativeProgram:
         """Keys of one kv head that softmax attention has looked up so far, as many values with them."""
         return int(self._library.pst_program_keys_read(self.handle))
 
+    def keys_shared(self) -> int:
+        """How many more it would have looked up, had it read for each what several sequences have in common."""
+        return int(self._library.pst_program_keys_shared(self.handle))
+
     def profile(self) -> npt.NDArray[np.int64]:
         """Nanoseconds of each operation in the runs since the first call of this: [num_ops]."""
         out = np.zeros(self.num_ops, np.int64)
