@@ -29,6 +29,10 @@ def stage(name: str) -> Callable[[Bench], None]:
     """Of one shape: what answers most comes first."""
 
     def run(bench: Bench) -> None:
+        measure(bench)
+        _free(bench)  # here, where nothing of a machine is alive any more
+
+    def measure(bench: Bench) -> None:
         context, prompt, batch = (32, 24, 4) if bench.tiny else (2048, 8192, 64)
         spec, made = spec_of(name, bench.tiny), list[Machine]()
         _fits(bench, spec, batch, context)
@@ -49,8 +53,6 @@ def stage(name: str) -> Callable[[Bench], None]:
             rows = f"{name}.rows{batch}"
             bench.attempt(rows, lambda: host_share(bench, rows, machine, batch, context))
             bench.attempt(f"{name}.prefill", lambda: prefill(bench, name, machine, prompt))
-        made.clear()
-        _free(bench)
 
     return run
 
@@ -59,6 +61,10 @@ def int4(name: str) -> Callable[[Bench], None]:
     """The same shape with int4 weights, one row behind a short context: where weights are all that is read."""
 
     def run(bench: Bench) -> None:
+        measure(bench)
+        _free(bench)
+
+    def measure(bench: Bench) -> None:
         machine = engine_on(bench, spec_of(name, bench.tiny), num_seqs=1, num_tokens=512, budget=256, codes="int4")
         label = f"{name}.int4"
         bench.figure(f"{label}.weight_bytes", machine.weight_bytes, "B", said="int4 in groups of 128; embedding and "
@@ -69,8 +75,6 @@ def int4(name: str) -> Callable[[Bench], None]:
         decode(bench, f"{name}.short", plain, 1, 64 if bench.tiny else 128)
         ratio = bench.known[f"{name}.short.decode1.step_s"] / bench.known[f"{label}.decode1.step_s"]
         bench.figure(f"{label}.over_bf16", ratio, "times", said="steps of one row, behind equal contexts")
-        del machine, plain
-        _free(bench)
 
     return run
 

@@ -154,9 +154,10 @@ def _rope(launcher: Any, device: torch.device) -> Results:
 # -- products ------------------------------------------------------------------------------------------------------
 
 
-def _product(bits: int) -> Callable[[Any, torch.device], Results]:
+def _product(bits: int, least: int = 0) -> Callable[[Any, torch.device], Results]:
     def each(launcher: Any, device: torch.device) -> Results:
         for tokens, outputs, inputs, group in ((1, 96, 512, 128), (16, 130, 256, 64), (70, 64, 512, 128)):
+            group = max(group, least)
             x, draw = _normal(1, tokens, inputs).to(torch.bfloat16), torch.Generator().manual_seed(2)
             scales = _normal(3, outputs, inputs // group).abs() + 0.1
             wide = scales.double().repeat_interleave(group, 1)
@@ -184,9 +185,17 @@ def _row(launcher: Any, device: torch.device) -> Results:
 
 
 def _coded_row(launcher: Any, device: torch.device) -> Results:
-    for outputs, inputs, group, bits in ((96, 512, 128, 4), (130, 256, 64, 8), (64, 4096, 32, 4), (70, 384, 128, 4)):
+    for outputs, inputs, group, bits in (
+        (96, 512, 128, 4),
+        (130, 256, 64, 8),
+        (64, 4096, 32, 4),
+        (70, 384, 128, 4),
+        (4096, 4096, 128, 4),
+        (40, 14336, 128, 4),
+    ):
         draw = torch.Generator().manual_seed(2)
-        x, scales = _normal(1, 1, inputs), _normal(3, outputs, inputs // group).abs() + 0.1
+        x = _normal(1, 3 if bits == 4 else 1, inputs)
+        scales = _normal(3, outputs, inputs // group).abs() + 0.1
         wide = scales.double().repeat_interleave(group, 1)
         codes = torch.randint(0, 16 if bits == 4 else 256, (outputs, inputs), generator=draw)
         held = (codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes).to(torch.uint8)
@@ -222,6 +231,27 @@ def _experts(launcher: Any, device: torch.device) -> Results:
             inner = inner * torch.einsum("tfe,te->tf", up, x.double())
             want += torch.einsum("tef,tf->te", down, inner) * shares[:, k, None].double()
         yield f"{tokens} tokens, {choices} of {num} experts, {bits} bits", _off(out, want), 2e-2
+
+
+def _route(launcher: Any, device: torch.device) -> Results:
+    from penstock.core.router import Router
+    from penstock.ops.ref.experts import route
+
+    for tokens, num, choices, named in (
+        (1, 128, 8, {"renormalize": True}), (5, 60, 4, {}), (9, 256, 8, {"score": "sigmoid", "correction": True}),
+        (3, 32, 4, {"chosen_only": True}),
+    ):  # fmt: skip
+        logits, more = _normal(1, tokens, num), None
+        logits[0, 3 : 3 + choices] = 4.0  # equals
+        if named.get("correction"):
+            more = _normal(2, num)
+        want = route(logits.numpy(), choices, Router(**named), None if more is None else more.numpy())  # type: ignore[arg-type]
+        how = {k: v for k, v in named.items() if k != "correction"}
+        if more is not None:
+            how["correction"] = more.to(device)
+        ids, weights = launcher(logits.to(device), choices, **how)
+        yield f"{choices} of {num}, ids", float((ids.cpu().numpy() != want.ids).sum()), 0.0
+        yield f"{choices} of {num}, weights", _off(weights, torch.from_numpy(want.weights).double()), 1e-5
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------
@@ -266,7 +296,8 @@ def _draw(launcher: Any, device: torch.device) -> Results:
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
     "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
-    "product_int4": _product(4), "product_fixed": _product(16),
-    "product_row": _row, "coded_row": _coded_row, "experts": _experts, "argmax": _argmax, "draw": _draw,
+    "product_int4": _product(4), "product_words": _product(4, 128), "product_fixed": _product(16),
+    "product_row": _row, "coded_row": _coded_row, "experts": _experts, "route": _route,
+    "argmax": _argmax, "draw": _draw,
 }  # fmt: skip
 """By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import platform
 import sys
@@ -67,7 +68,10 @@ def main() -> int:
         bench.write("begin", at_s=time.time())
         room = importlib.import_module(f"benchmarks.gpu.{stage.room}")
         bench.attempt(stage.name, lambda room=room, stage=stage: stage.make(room)(bench))
+        gc.collect()  # engines are circles, and the next stage wants the memory
         try:
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
             bench.sync()
         except Exception as error:
             bench.write("failed", name=stage.name, said=f"the device is of no more use: {error}", trace="")

@@ -11,11 +11,16 @@ torch = pytest.importorskip("torch")
 from penstock.backends.gpu import expert_ops  # noqa: E402
 from penstock.backends.gpu.ops import activate, activate_gated, by_row, linear  # noqa: E402
 from penstock.backends.gpu.placed import ExpertStack, Placement, StoredTensor, part_of, rows_of  # noqa: E402
+from penstock.backends.gpu.tables import EXACT  # noqa: E402
+from penstock.core.router import Router  # noqa: E402
 from penstock.ops.ref.experts import ExpertWeights, Routes  # noqa: E402
+from penstock.ops.ref.experts import route as ref_route  # noqa: E402
 from tests.gpu.kernels import naive  # noqa: E402
 from tests.stored import FORMATS, random_stored  # noqa: E402
 
 kernels: Any = pytest.importorskip("penstock.backends.gpu.kernels.experts", reason=naive.ABSENT)
+from penstock.backends.gpu.kernel_ops import KernelTable  # noqa: E402
+
 CPU = torch.device("cpu")
 FORMS = {
     "many": (expert_ops.experts, linear), "rows": (expert_ops.experts_by_row, by_row(linear)),
@@ -244,3 +249,23 @@ def test_experts_are_added_in_id_order(form: str) -> None:
     alone = [some(k) for k in range(4)]
     assert torch.equal(some(0, 1, 2, 3), ((alone[0] + alone[1]) + alone[2]) + alone[3])
     assert not torch.equal(some(0, 1, 2, 3), ((alone[3] + alone[2]) + alone[1]) + alone[0]), "the order shows"
+
+
+@pytest.mark.parametrize(("num", "choices", "named"), [
+    (16, 2, {}), (60, 4, {"renormalize": True, "scale": 2.5}), (8, 8, {"score": "sigmoid", "renormalize": True}),
+    (33, 3, {"chosen_only": True}), (130, 6, {"score": "sigmoid", "correction": True, "expert_scale": True}),
+])  # fmt: skip
+def test_routes(num: int, choices: int, named: dict[str, Any]) -> None:
+    """The reference's ids, ties included, and its weights."""
+    rng = np.random.default_rng(num)
+    logits = rng.integers(-9, 9, (5, num)).astype(np.float32) / 4
+    logits[3], logits[4, 1] = 0.5, -np.inf
+    more = [rng.normal(0, 0.5, num).astype(np.float32) if named.get(name) else None
+            for name in ("correction", "expert_scale")]  # fmt: skip
+    wanted = ref_route(logits, choices, Router(**named), *more)
+    table = KernelTable(EXACT)
+    found = table["route"](torch.from_numpy(logits), choices, Router(**named),
+                           *(None if w is None else torch.from_numpy(w) for w in more))  # fmt: skip
+    assert table.counts == {"route": 1}
+    assert found.ids.tolist() == wanted.ids.tolist()
+    np.testing.assert_allclose(found.weights.numpy(), wanted.weights, rtol=2e-6)

@@ -50,6 +50,24 @@ def test_every_launch_says_whether_products_and_sums_may_fuse() -> None:
     assert launches >= 12
 
 
+def test_kernels_that_start_early_wait_before_they_end_or_write() -> None:
+    """Every program of them: one that ended before would let the next kernel run ahead of all before it."""
+    early = 0
+    for path in ROOM.glob("*.py"):
+        for f in jitted(ast.parse(path.read_text(encoding="utf-8"))):
+            if "EARLY" not in [a.arg for a in f.args.args] or f.name == "wait_for_others":
+                continue
+            early += 1
+            calls = [(n.func.id, n.lineno) for n in ast.walk(f)
+                     if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]  # fmt: skip
+            waits = [line for name, line in calls if name == "wait_for_others"]
+            ends = [n.lineno for n in ast.walk(f) if isinstance(n, ast.Return)]
+            ends += [line for name, line in calls if name in ("store", "_write")]
+            assert waits, f"{path.name}: {f.name} never waits"
+            assert max(waits) < min(ends), f"{path.name}: {f.name}"
+    assert early >= 12
+
+
 def test_the_list_names_what_is_there() -> None:
     pytest.importorskip("triton", reason=naive.ABSENT)
     assert len({k.name for k in KERNELS}) == len(KERNELS)

@@ -17,6 +17,7 @@ from tests.stored import random_stored  # noqa: E402
 products: Any = pytest.importorskip("penstock.backends.gpu.kernels.products", reason=naive.ABSENT)
 from penstock.backends.gpu.kernel_ops import KernelTable  # noqa: E402
 from penstock.backends.gpu.kernels import row_products as rows  # noqa: E402
+from penstock.backends.gpu.kernels import word_products as words  # noqa: E402
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -93,6 +94,39 @@ def test_a_row_of_codes(shape: tuple[int, int, int], zeros: str, kind: tuple[int
     assert far(rows.coded_row(x, held, scales, zero, bias, bits=bits, **how), wanted) < 4e-4
 
 
+@pytest.mark.parametrize(("shape", "zeros"), some(grid(
+    [(5, 70, 512, 128), (20, 9, 1024, 256), (70, 33, 2048, 128)], ["none", "codes", "values"],
+), pairs=True))  # fmt: skip
+def test_several_rows_of_words(shape: tuple[int, int, int, int], zeros: str) -> None:
+    (tokens, outputs, inputs, group) = shape
+    x, scales = normal(1, tokens, inputs), normal(3, outputs, inputs // group).abs() + 0.1
+    codes = codes_of(2, outputs, inputs, 0, 16).to(torch.uint8)
+    held, bias = codes[:, 0::2] | codes[:, 1::2] << 4, normal(6, outputs)
+    zero = None if zeros == "none" else normal(5, *scales.shape) * 4
+    how: dict[str, Any] = {"zeros_are": "codes" if zeros == "none" else zeros, "offset": 8}
+    assert words.fits(held, inputs, inputs // group, "uint")
+    wanted = products.product_int4(x, held, scales, zero, bias, operands=torch.float32, **how)
+    found = words.product_words(x, held, scales, zero, bias, operands=torch.float32, **how)
+    assert far(found, wanted) < 1e-5
+    assert far(words.product_words(x, held, scales, zero, bias, **how), wanted) < 1e-2, "x in 16 bits"
+    one = words.product_words(x[2:3], held, scales, zero, bias, columns=16, **how)
+    assert torch.equal(one, words.product_words(x, held, scales, zero, bias, columns=16, **how)[2:3])
+
+
+@pytest.mark.parametrize("inputs", [64, 20480])
+def test_rows_of_words_are_rows(inputs: int) -> None:
+    """Each has the bits it has alone; of many inputs, too, which two launches share; one that is no number stays so."""
+    x, scales = normal(1, 3, inputs), normal(3, 9, inputs // 32).abs() + 0.1
+    x[1], x[2, 5] = 0.0, float("nan")
+    codes = codes_of(2, 9, inputs, 0, 16).to(torch.uint8)
+    held = codes[:, 0::2] | codes[:, 1::2] << 4
+    found = rows.coded_row(x, held, scales, bits=4, offset=8)
+    wide = (codes.double() - 8) * scales.double().repeat_interleave(32, 1)
+    assert far(found[:2], x[:2].double() @ wide.t()) < 1e-4
+    assert bool(found[2].isnan().all())
+    assert torch.equal(found[:1], rows.coded_row(x[:1], held, scales, bits=4, offset=8))
+
+
 def test_rows_of_other_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 48 inputs: a row takes powers of two from 16 on"):
         rows.coded_row(normal(1, 1, 96), codes_of(2, 4, 96, 0, 9).to(torch.uint8), torch.ones(4, 2), bits=8)
@@ -143,7 +177,9 @@ def test_stored_weights_are_multiplied_as_they_are_held(name: str, tokens: int) 
     x = normal(1, tokens, 512)
     wanted = x.double() @ torch.from_numpy(matrix.values()).double().t()
     assert far(table.linear(x, held), wanted) < 1e-2
-    assert table.counts == {"coded_row" if tokens == 1 else f"product_int{4 if held.paired else 8}": 1}
+    wordy = held.paired and matrix.format.code == "uint" and 512 // held.scales.shape[1] % 128 == 0
+    several = "product_words" if wordy else f"product_int{4 if held.paired else 8}"
+    assert table.counts == {"coded_row" if tokens == 1 else several: 1}
 
 
 def test_others_are_decoded_and_counted() -> None:

@@ -82,7 +82,7 @@ class _Places:
         self.starts, self.positions = step.memo["starts32"], step.memo["positions32"]
         self.sequences = sequences_of(self.starts, len(plan.positions))
         self.longest = int(np.diff(plan.query_start_loc).max())
-        self.last = int(plan.positions.max())
+        self.last = max(int(plan.positions.max()), step.memo.get("last", 0))
         if plan.mask is not None and plan.mask.any():
             self.mask = torch.from_numpy(plan.mask.view(np.int64).copy()).to(device)
 

@@ -15,14 +15,20 @@ from torch import Tensor
 
 from penstock.backends.gpu.cache_ops import CACHE_OPS
 from penstock.backends.gpu.held import product_why_not
-from penstock.backends.gpu.kernels import activation, norm, products, rope, row_products
+from penstock.backends.gpu.kernels import activation, norm, products, rope, routes, row_products, word_products
 from penstock.backends.gpu.placed import Matrix, StoredTensor
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.cache_spec import run_name
 from penstock.core.kv_codec import scales_name
+from penstock.core.router import Router
+from penstock.ops.ref.experts import Routes
 from penstock.ops.table import Op, OpTable
 
 _NARROW = (torch.bfloat16, torch.float16)
+_FEW = 4
+"""Rows that are multiplied with codes one by one, while the weights are in the device's cache."""
+_SEVERAL = 64
+"""Rows up to which a product takes words as they are."""
 _PLANES = {torch.float32, torch.float16, torch.bfloat16, torch.int8}
 
 
@@ -41,7 +47,7 @@ class KernelTable(OpTable):
     """
 
     def __init__(self, base: OpTable, *, invariant: bool = False) -> None:
-        names = ("linear", "rms_norm", "layer_norm", "activate_gated", "columns")
+        names = ("linear", "rms_norm", "layer_norm", "activate_gated", "columns", "route")
         own: dict[str, Op] = {name: getattr(self, name) for name in names}
         super().__init__("triton", {**base, **own}, batch_invariant=invariant or base.batch_invariant)
         self._base, self._invariant = base, invariant
@@ -83,9 +89,16 @@ class KernelTable(OpTable):
             return self._torch("linear", x.float(), weight, bias).to(into)  # type: ignore[no-any-return]
         bits, scales = 4 if weight.paired else 8, weight.scales
         how: dict[str, Any] = {"zeros_are": form.zeros_are, "offset": form.offset, "code": form.code, "into": into}
-        if len(x) == 1 and not self._invariant and row_products.fits(weight.shape[1], scales.shape[1], bits):
+        few = len(x) == 1 or (len(x) <= _FEW and row_products.are_words(weight.codes, bits, form.code))
+        if few and not self._invariant and row_products.fits(weight.shape[1], scales.shape[1], bits):
             self.counts["coded_row"] += 1
             return row_products.coded_row(_rows(x), weight.codes, scales, weight.zeros, bias, bits=bits, **how)
+        if bits == 4 and len(x) <= _SEVERAL and not self._invariant and word_products.fits(
+            weight.codes, weight.shape[1], scales.shape[1], form.code
+        ):  # fmt: skip
+            self.counts["product_words"] += 1
+            return word_products.product_words(_rows(x), weight.codes, scales, weight.zeros, bias, offset=form.offset,
+                                               zeros_are=form.zeros_are, into=into)  # fmt: skip
         self.counts[f"product_int{bits}"] += 1
         product: Callable[..., Tensor] = products.product_int4 if weight.paired else products.product_int8
         return product(_rows(x), weight.codes, scales, zeros=weight.zeros, bias=bias,
@@ -142,6 +155,20 @@ class KernelTable(OpTable):
             return out.to(gate.dtype)
         self.counts["activate_gated"] += 1
         return activation.activate_gated(_rows(gate), _rows(up), name, limit)
+
+    def route(
+        self, logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None,
+        expert_scale: Tensor | None = None,
+    ) -> Routes:  # fmt: skip
+        if router.score not in routes.SCORES or router.groups > 1:
+            out: Routes = self._torch("route", logits, top_k, router, correction, expert_scale)
+            return out
+        self.counts["route"] += 1
+        found: Any = routes.route(
+            logits, top_k, score=router.score, chosen_only=router.chosen_only, renormalize=router.renormalize,
+            factor=router.scale, correction=correction, expert_scale=expert_scale,
+        )  # fmt: skip
+        return Routes(*found)
 
     def rope_write(
         self, step: TorchStep, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, group: int, layer: int,

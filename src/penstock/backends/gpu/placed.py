@@ -40,11 +40,19 @@ def tensor_of(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor
         return torch.from_numpy(array).to(device)
 
 
+def _shortest(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    wide = x.astype(np.float32)
+    with np.errstate(over="ignore"):
+        short = wide.astype(np.float16)
+    return short if np.array_equal(short.astype(np.float32), wide) else wide
+
+
 class StoredTensor:
     """A matrix that stays codes and scales on the device. `why_not` says which must be decoded ahead.
 
     Codes are unsigned bytes [M, K], two of at most 4 bits to a byte [M, K/2] (the first in the low half); scales and
-    zeros are float32 [M, G]. What it decodes to is bit for bit what `StoredMatrix.values` says.
+    zeros are [M, G], float16 where that says the same as float32. What it decodes to is bit for bit what
+    `StoredMatrix.values` says.
     """
 
     def __init__(self, matrix: StoredMatrix, device: torch.device) -> None:
@@ -57,9 +65,9 @@ class StoredTensor:
         if self.paired:
             codes = codes[:, 0::2] | codes[:, 1::2] << 4
         self.codes = tensor_of(codes, device)
-        self.scales = tensor_of(product_of(form.scales, matrix.scales(0, rows)).astype(np.float32), device)
+        self.scales = tensor_of(_shortest(product_of(form.scales, matrix.scales(0, rows))), device)
         zeros = product_of(form.zeros, matrix.zeros(0, rows)) if form.zeros else None
-        self.zeros = None if zeros is None else tensor_of(zeros.astype(np.float32), device)
+        self.zeros = None if zeros is None else tensor_of(_shortest(zeros), device)
         table = form.table or _TABLES.get(form.code, ())
         self.table = torch.tensor(np.asarray(table, np.float32), device=device) if len(table) else None
         groups = form.group or columns

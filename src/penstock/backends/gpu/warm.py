@@ -27,6 +27,8 @@ from penstock.ops.tree import tree_mask
 _LOG = logging.getLogger("penstock")
 _PROMPTS = (2, 16, 32, 64, 128)
 """Tokens of prompts whose tiles of attention have different sizes; from there on powers of two, for products."""
+_LONG = 4096
+"""Tokens behind which a step of single tokens is warmed."""
 
 
 class CompilationWatch:
@@ -206,6 +208,8 @@ def _run(forward: Any, plan: StepPlan, planes: Sequence[Any], limits: StepLimits
             pages = np.full((group.pages_per_slab, len(plan.positions)), len(next(iter(own.values()))) - 1)
             step.memo["slots_of", g] = step.on_device(pages), step.on_device(plan.positions % limits.block_size)
             step.memo["pages", g] = torch.from_numpy(none).to(forward.placement.device)
+    if len(plan.positions) > 1:  # attention of few tokens reads a long context by other tiles than a short one
+        step.memo["last"] = min(forward.max_model_len, _LONG) - 1
     numbers = map(step.on_device, (plan.token_ids, plan.positions, plan.logits_indices))
     logits = forward.compute(step, *numbers)
     rows = forward.warming.draws(forward.vocab_size).rows()

@@ -38,11 +38,13 @@ KERNELS = (
                 _POINTWISE),
     KernelEntry("product_int8", f"{_HERE}.products:product_int8", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_int4", f"{_HERE}.products:product_int4", "penstock.ops.ref.product:linear", _PRODUCTS),
+    KernelEntry("product_words", f"{_HERE}.word_products:product_words", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_fixed", f"{_HERE}.products:product_fixed", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_row", f"{_HERE}.row_products:product_row", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("coded_row", f"{_HERE}.row_products:coded_row", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("experts", f"{_HERE}.experts:run_experts", "penstock.ops.ref.experts:experts", _EXPERTS),
     KernelEntry("adapt", f"{_HERE}.adapters:adapt", "penstock.ops.adapters:adapt", f"{_TESTS}/test_adapters.py"),
+    KernelEntry("route", f"{_HERE}.routes:route", "penstock.ops.ref.experts:route", _EXPERTS),
     KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", _SAMPLE, True),
     KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", _SAMPLE, True),
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, load, padded, store
+from penstock.backends.gpu.kernels.loads import LAUNCH, load, overlap, padded, store, wait_for_others
 from penstock.ops.ref.pointwise import SWIGLU_ALPHA
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "swiglu_clamped")
@@ -47,11 +47,12 @@ def _activated(x, NAME: tl.constexpr):
 @triton.jit
 def _gated(
     gate, up, out, gate_stride, up_stride, limit, F: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    CLAMPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = f < F
+    wait_for_others(EARLY)
     x = load(gate + t * gate_stride + f, mask=own)
     y = load(up + t * up_stride + f, mask=own)
     if NAME == "swiglu_clamped":
@@ -83,6 +84,7 @@ def activate_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, limit:
         block = min(1024, padded(f))
         _gated[t, triton.cdiv(f, block)](
             gate, up, out, gate.stride(0), up.stride(0), 0.0 if limit is None else float(limit),
-            F=f, BLOCK=block, NAME=activation, CLAMPED=limit is not None, num_warps=4, **LAUNCH,
+            F=f, BLOCK=block, NAME=activation, CLAMPED=limit is not None, num_warps=4, **overlap(),
+            **LAUNCH,
         )  # fmt: skip
     return out

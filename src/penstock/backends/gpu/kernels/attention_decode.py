@@ -18,11 +18,23 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, dot, load, load_number, operands_of, padded, store
+from penstock.backends.gpu.kernels.loads import (
+    LAUNCH,
+    as_bytes,
+    dot,
+    load,
+    load_number,
+    operands_of,
+    overlap,
+    padded,
+    store,
+    wait_for_others,
+)
 
 SPLIT = 512
 """Keys of a cut, where the device is full anyway."""
-_LEAST_SPLIT = 128
+_LEAST_SPLIT = 64
+"""A cut of so many is read as one tile, whatever pages its keys lie in: there, waiting is what takes time."""
 _FILL = 512
 """Programs that a device should have: else cuts are smaller."""
 _BLOCK_M = 16
@@ -117,8 +129,9 @@ def _split(
     D: tl.constexpr, D2: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
     CAP: tl.constexpr, OPERANDS: tl.constexpr, E4M3: tl.constexpr, SCALED: tl.constexpr, TREE: tl.constexpr,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     blocks_of_group = tl.cdiv(group, BLOCK_M)
     g, part = tl.program_id(1) // blocks_of_group, tl.program_id(1) % blocks_of_group
@@ -152,10 +165,11 @@ def _split(
         n = base + tl.arange(0, BLOCK_N)
         seen = (n >= first) & (n <= p)
         slot = n
-        # A tile lies in one page, unless a path leads it.
+        # A tile lies in one page, unless it is wide or a path leads it.
         if TREE:
             node = node_at(bits, tl.maximum(n - start, 0).to(tl.int64)).to(tl.int32)
             slot = tl.where((bits != 0) & (n >= start) & seen, start + node, n)
+        if TREE or WIDE:
             page = load_number(table + slot // SIZE, mask=seen, other=-1).to(tl.int64)
             there = seen & (page >= 0)
         else:
@@ -164,6 +178,9 @@ def _split(
         place = slot % SIZE
         k_at = keys + page * key_page + place * key_slot + g * key_head
         k = load(k_at[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], e4m3=E4M3)
+        v_at = values + page * value_page + place * value_slot + g * value_head
+        if WIDE:  # on their way together
+            v = load(v_at[:, None] + w[None, :], mask=there[:, None] & (w < W)[None, :], e4m3=E4M3)
         s = dot(query, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), OPERANDS)
         if D2 > 0:
             k2_at = rope_keys + page * rope_page + place * rope_slot + g * rope_head
@@ -184,8 +201,8 @@ def _split(
         m = new
         if SCALED:
             weights = weights * load_number(value_scales + s_at, mask=there, other=0.0)[None, :]
-        v_at = values + page * value_page + place * value_slot + g * value_head
-        v = load(v_at[:, None] + w[None, :], mask=there[:, None] & (w < W)[None, :], e4m3=E4M3)
+        if not WIDE:
+            v = load(v_at[:, None] + w[None, :], mask=there[:, None] & (w < W)[None, :], e4m3=E4M3)
         acc = dot(weights, v, acc * alpha[:, None], shares_in(OPERANDS, SCALED))
     line = (t * heads + head) * num_splits + cut
     store(out_m + line, m, mask=own)
@@ -196,8 +213,9 @@ def _split(
 @triton.jit(do_not_specialize=("num_splits", "shift"))
 def _combine(
     parts, parts_m, parts_l, positions, sinks, out, window, chunk, heads, num_splits, shift,
-    W: tl.constexpr, BLOCK_W: tl.constexpr, SINKS: tl.constexpr,
+    W: tl.constexpr, BLOCK_W: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(EARLY)
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = load_number(positions + t)
     first = first_key(p, window, chunk)
@@ -254,6 +272,7 @@ def attend_tokens(
         return out
     if sequences is None:
         sequences = sequences_of(query_start_loc, t)
+    alone = split is None
     split = split or split_of(t * kv_heads * triton.cdiv(group, _BLOCK_M), max_position)
     shift = split.bit_length() - 1  # cuts are powers of two: shifting takes fewer registers than division
     splits = max_position // split + 1
@@ -267,6 +286,13 @@ def attend_tokens(
     # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
     tile = 16 if wide > 256 else 32 if products == "float32" else 64
     warps = 8 if wide > 256 else 4
+    few = (
+        alone and split == _LEAST_SPLIT and mask is None and products != "float32" and max(wide, padded(d)) <= 128
+        and d == dim and rule.slopes is None and rule.soft_cap is None
+    )  # fmt: skip
+    tile = tile_of(size, tile)
+    if few:  # a cut at once: what one waits for is all there is
+        tile, warps = split, 8
     stages = 2 if wide > 256 or rule.soft_cap is not None or rule.slopes is not None else 3
     _split[t, kv_heads * triton.cdiv(group, _BLOCK_M), splits](
         q, keys, scales, rope_keys, values, cache.value_scales, cache.pages, sequences, query_start_loc, positions,
@@ -274,14 +300,16 @@ def attend_tokens(
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=_BLOCK_M,
-        BLOCK_N=tile_of(size, tile), SIZE=size,
+        BLOCK_N=tile, SIZE=size,
         CAP=rule.soft_cap, OPERANDS=products,
         E4M3=cache.keys.dtype == torch.float8_e4m3fn, SCALED=scales is not None, TREE=mask is not None,
-        ALIBI=rule.slopes is not None, num_warps=warps, num_stages=stages, **LAUNCH,
+        ALIBI=rule.slopes is not None, WIDE=few, num_warps=warps, num_stages=1 if few else stages, **overlap(),
+        **LAUNCH,
     )  # fmt: skip
     _combine[t, heads](
         parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits, shift,
-        W=width, BLOCK_W=wide, SINKS=rule.sinks is not None, num_warps=4, **LAUNCH,
+        W=width, BLOCK_W=wide, SINKS=rule.sinks is not None, num_warps=4, **overlap(),
+        **LAUNCH,
     )  # fmt: skip
     return out
 

@@ -21,8 +21,10 @@ from penstock.backends.gpu.kernels.experts import Stack, run_experts
 from penstock.backends.gpu.kernels.norm import layer_norm, rms_norm
 from penstock.backends.gpu.kernels.products import product_fixed, product_int4, product_int8
 from penstock.backends.gpu.kernels.rope import rope_write
+from penstock.backends.gpu.kernels.routes import route
 from penstock.backends.gpu.kernels.row_products import coded_row, product_row
 from penstock.backends.gpu.kernels.sample import argmax, draw
+from penstock.backends.gpu.kernels.word_products import product_words
 
 Call = Callable[[], Any]
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -139,6 +141,13 @@ def row_product(device: str, bits: int, group: int = 128, **how: Any) -> Call:
     return lambda: coded_row(x, codes, scales, bits=bits, **how)
 
 
+def words_product(device: str, tokens: int) -> Call:
+    x = _normal(device, tokens, E)
+    codes = torch.full((F, E // 2), 0x57, dtype=torch.uint8, device=device)
+    scales = torch.ones((F, E // 128), dtype=F32, device=device)
+    return lambda: product_words(x, codes, scales)
+
+
 def expert_case(device: str, tokens: int, bits: int = 16) -> Call:
     """Experts with gates; codes with zero points in groups of 128."""
     num, choices, hidden, width = 128, 8, 2048, 768
@@ -171,6 +180,11 @@ def adapter_case(device: str, rows: int, adapters: int, rank: int = 16, dtype: t
     return lambda: (adapt(x, y, order, places, slots), b)
 
 
+def routing(device: str, tokens: int) -> Call:
+    logits = _normal(device, tokens, 128, dtype=F32)
+    return lambda: route(logits, 8, renormalize=True)
+
+
 def sampling(device: str, rows: int, truncated: bool = False) -> Call:
     logits = _normal(device, rows, V, dtype=F32)
 
@@ -193,6 +207,8 @@ def greedy(device: str, rows: int) -> Call:
 _KEY = 2 * G * D
 CASES: dict[str, Case] = {
     "decode bf16": Case("attention_decode", lambda d: decode(d, 64, 2048), 64 * 2048 * _KEY * 2),
+    "decode bf16, one of 128": Case("attention_decode", lambda d: decode(d, 1, 128), 128 * _KEY * 2),
+    "decode bf16, one of 2 k": Case("attention_decode", lambda d: decode(d, 1, 2048), 2048 * _KEY * 2),
     "decode bf16, one of 32 k": Case("attention_decode", lambda d: decode(d, 1, 32768), 32768 * _KEY * 2),
     "decode bf16, float32 queries": Case("attention_decode", lambda d: decode(d, 64, 2048, q_kind=F32),
                                          64 * 2048 * _KEY * 2),
@@ -236,6 +252,9 @@ CASES: dict[str, Case] = {
     "a row, int4 in groups of 128": Case("row_products", lambda d: row_product(d, 4, offset=8), E * F // 2),
     "a row, int4 in groups of 32": Case("row_products", lambda d: row_product(d, 4, 32, offset=8), E * F // 2),
     "a row, e2m1 in groups of 32": Case("row_products", lambda d: row_product(d, 4, 32, code="e2m1"), E * F // 2),
+    "int4 words, 4 tokens": Case("word_products", lambda d: words_product(d, 4), E * F // 2),
+    "int4 words, 16 tokens": Case("word_products", lambda d: words_product(d, 16), E * F // 2),
+    "int4 words, 64 tokens": Case("word_products", lambda d: words_product(d, 64), E * F // 2),
     "bf16 in a fixed order": Case("products", lambda d: product(d, 64, 16), E * F * 2),
     "experts, 1 token": Case("experts", lambda d: expert_case(d, 1), 8 * 3 * 2048 * 768 * 2),
     "experts, 512 tokens": Case("experts", lambda d: expert_case(d, 512), 128 * 3 * 2048 * 768 * 2),
@@ -245,6 +264,8 @@ CASES: dict[str, Case] = {
     "adapters of rank 16, 32 rows": Case("adapters", lambda d: adapter_case(d, 32, 32), 32 * 2 * E * 16 * 2),
     "adapters of rank 64, 512 tokens of 4": Case("adapters", lambda d: adapter_case(d, 512, 4, 64)),
     "adapters float32, 8 rows": Case("adapters", lambda d: adapter_case(d, 8, 8, dtype=F32), 8 * 2 * E * 16 * 4),
+    "routes, 1 token": Case("routes", lambda d: routing(d, 1)),
+    "routes, 512 tokens": Case("routes", lambda d: routing(d, 512)),
     "argmax": Case("sample", lambda d: greedy(d, 64), 64 * V * 4),
     "draw": Case("sample", lambda d: sampling(d, 64), 64 * V * 12),
     "draw, top-k and top-p": Case("sample", lambda d: sampling(d, 64, truncated=True)),

@@ -18,10 +18,24 @@ import triton
 import triton.language as tl
 
 from penstock.backends.gpu.kernels.activation import _ALPHA, ACTIVATIONS, _activated, _sigmoid
-from penstock.backends.gpu.kernels.loads import LAUNCH, dot, load, load_number, narrowed, operands_of, padded, store
+from penstock.backends.gpu.kernels.expert_rows import run_few
+from penstock.backends.gpu.kernels.loads import (
+    LAUNCH,
+    dot,
+    load,
+    load_number,
+    narrowed,
+    operands_of,
+    overlap,
+    padded,
+    store,
+    wait_for_others,
+)
 
 _TILES = 16
 """Tiles that one program looks up."""
+_FEW = 32
+"""Pairs, up to which each is a tile of its own and nothing is sorted."""
 _NO_ZEROS, _CODES, _VALUES = 0, 1, 2
 
 
@@ -51,8 +65,9 @@ class Stack(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort(ids, order, starts, num_pairs, BLOCK: tl.constexpr):
+def _sort(ids, order, starts, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """A program for each expert, and one more: where its pairs begin, and which they are."""
+    wait_for_others(EARLY)
     expert = tl.program_id(0)
     before = 0
     for base in range(0, num_pairs, BLOCK):
@@ -69,8 +84,9 @@ def _sort(ids, order, starts, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _lay_out(starts, tiles, num_tiles, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+             BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """The expert, first pair and end of every tile; of those without pairs the end is 0."""
+    wait_for_others(EARLY)
     e = tl.arange(0, BLOCK_X)
     count = load_number(starts + e + 1, mask=e < X) - load_number(starts + e, mask=e < X)
     ends = tl.cumsum((count + BLOCK_T - 1) // BLOCK_T, 0)
@@ -140,16 +156,24 @@ def _through(
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
     OFFSET: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     WEIGHED: tl.constexpr, NAME: tl.constexpr, CLAMPED: tl.constexpr, OPERANDS: tl.constexpr,
+    SORTED: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: rows of tokens into rows of pairs in their order, activated. Else these into rows by pair."""
-    tile = tiles + 3 * tl.program_id(1)
-    expert, first, end = load_number(tile), load_number(tile + 1), load_number(tile + 2)
+    """FIRST: rows of tokens into rows of pairs in their order, activated. Else these into rows by pair. Not SORTED:
+    `tiles` are the experts of the pairs, one to a tile."""
+    if SORTED:
+        tile = tiles + 3 * tl.program_id(1)
+        expert, first, end = load_number(tile), load_number(tile + 1), load_number(tile + 2)
+    else:
+        first = tl.program_id(1)
+        expert, end = load_number(tiles + first), first + 1
     if first < end:
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         p = first + tl.arange(0, BLOCK_T)
         here, there = m < m_count, p < end
         row = expert.to(tl.int64) * m_count + m
-        pair = load_number(order + p, mask=there)
+        pair = p
+        if SORTED:
+            pair = load_number(order + p, mask=there)
         share = tl.full([BLOCK_T], 1.0, tl.float32)
         if WEIGHED:
             share = load(shares + pair, mask=there)
@@ -200,7 +224,8 @@ def _through(
 
 
 @triton.jit
-def _add_choices(parts, out, count, m_count, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _add_choices(parts, out, count, m_count, CHOICES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = m < m_count
@@ -243,14 +268,19 @@ def run_experts(
     def whole(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
 
-    num_tiles = min(pairs, pairs // width + num_experts)
     ids, shares = ids.contiguous(), shares.contiguous()
-    order, starts, tiles = whole(pairs), whole(num_experts + 1), whole(num_tiles, 3)
-    _sort[num_experts + 1,](ids, order, starts, pairs, BLOCK=1024, num_warps=4, **LAUNCH)
-    _lay_out[triton.cdiv(num_tiles, _TILES),](
-        starts, tiles, num_tiles, X=num_experts, BLOCK_X=padded(num_experts), BLOCK_T=width, BLOCK=_TILES, num_warps=4,
-        **LAUNCH,
-    )  # fmt: skip
+    few, early = pairs <= _FEW and width == 16, overlap()
+    if few and columns is None and operands is None and all(s.bits == 16 for s in (up, down)):
+        return run_few(x, ids, shares, gate, up, down, num_experts, activation, limit, scale_input)
+    num_tiles, order, tiles = pairs, None, ids
+    if not few:
+        num_tiles = min(pairs, pairs // width + num_experts)
+        order, starts, tiles = whole(pairs), whole(num_experts + 1), whole(num_tiles, 3)
+        _sort[num_experts + 1,](ids, order, starts, pairs, BLOCK=1024, num_warps=4, **early, **LAUNCH)
+        _lay_out[triton.cdiv(num_tiles, _TILES),](
+            starts, tiles, num_tiles, X=num_experts, BLOCK_X=padded(num_experts), BLOCK_T=width, BLOCK=_TILES,
+            num_warps=4, **early, **LAUNCH,
+        )  # fmt: skip
     inner = torch.empty((pairs, f), dtype=torch.float32, device=x.device)
     parts = torch.empty((pairs, e), dtype=torch.float32, device=x.device)
     narrow = operands or (torch.bfloat16 if x.dtype == torch.float32 else x.dtype)
@@ -268,9 +298,10 @@ def run_experts(
             BITS=stack.bits, ZEROS=zeros, OFFSET=float(stack.offset if stack.zeros is None else 0),
             TABLE=stack.table is not None, FIRST=first, GATED=beside is not None, BIAS=stack.bias is not None,
             WEIGHED=first == scale_input, NAME=activation, OPERANDS=operands_of(kind),
-            num_warps=4 if width == 16 else 8, num_stages=3, **own, **LAUNCH,
+            SORTED=not few, num_warps=4 if width == 16 else 8, num_stages=3, **own, **LAUNCH,
         )  # fmt: skip
-    _add_choices[t, triton.cdiv(e, 1024)](parts, out, pairs, e, CHOICES=choices, BLOCK=1024, num_warps=4, **LAUNCH)
+    _add_choices[t, triton.cdiv(e, 1024)](parts, out, pairs, e, CHOICES=choices, BLOCK=1024, num_warps=4, **early,
+                                           **LAUNCH)  # fmt: skip
     return out
 
 

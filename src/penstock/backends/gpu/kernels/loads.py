@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
@@ -20,12 +21,39 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """For kernels whose steps are rounded one by one."""
 
+_OVERLAPS = 90
+"""NVIDIA's architectures from here on start a kernel before the one in front of it has ended."""
+
 _OPERANDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def operands_of(dtype: torch.dtype, otherwise: torch.dtype = torch.bfloat16) -> str:
     """The name that `dot` has for operands of a type; codes are multiplied as `otherwise`."""
     return _OPERANDS.get(dtype) or _OPERANDS[otherwise]
+
+
+def overlap() -> dict[str, Any]:
+    """What a launch says whose kernel calls `wait_for_others`: it may start while the kernel before it runs."""
+    target = _target()
+    if target is None or target.backend != "cuda" or target.arch < _OVERLAPS:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+def has_ptx() -> bool:
+    """Whether what runs the kernels understands instructions of NVIDIA's."""
+    target = _target()
+    return target is not None and target.backend == "cuda"
+
+
+def _target() -> Any:
+    """What kernels are compiled for; None where they are interpreted, or nothing is there to run them."""
+    if INTERPRETED.value:
+        return None
+    try:
+        return triton.runtime.driver.active.get_current_target()
+    except RuntimeError:
+        return None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,6 +64,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def padded(n: int, least: int = 16) -> int:
     """The power of two that holds n, at least `least`: tiles have no other sizes, and products none below 16."""
     return int(max(least, triton.next_power_of_2(n)))
+
+
+@triton.jit
+def wait_for_others(EARLY: tl.constexpr):
+    """Lets the next kernel start, and waits until all before have ended. Whatever is no constant of the model is read
+    and written behind it, by every program of the kernel: then those before have ended whenever a kernel has."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -12,18 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, load, padded, store
+from penstock.backends.gpu.kernels.loads import LAUNCH, load, overlap, padded, store, wait_for_others
 
 
 @triton.jit
 def _norm(
     x, residual, weight, bias, total, out, eps, x_stride, residual_stride,
     E: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     own = e < E
+    if WEIGHT:
+        w = load(weight + e, mask=own)
+    if BIAS:
+        b = load(bias + e, mask=own)
+    wait_for_others(EARLY)
     h = load(x + t * x_stride + e, mask=own)
     if RESIDUAL:
         h = h + load(residual + t * residual_stride + e, mask=own)
@@ -32,9 +37,9 @@ def _norm(
         h = tl.where(own, h - tl.sum(h, 0) / E, 0.0)
     y = h / tl.sqrt_rn(tl.sum(h * h, 0) / E + eps)
     if WEIGHT:
-        y = y * load(weight + e, mask=own)
+        y = y * w
     if BIAS:
-        y = y + load(bias + e, mask=own)
+        y = y + b
     store(out + t * E + e, y, mask=own)
 
 
@@ -72,6 +77,6 @@ def _launch(
     _norm[t,](
         x, residual, weight, bias, total, out, eps, x.stride(0), 0 if residual is None else residual.stride(0),
         E=e, BLOCK=block, RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
-        CENTRED=centred, num_warps=min(16, max(4, block // 512)), **LAUNCH,
+        CENTRED=centred, num_warps=min(16, max(4, block // 512)), **overlap(), **LAUNCH,
     )  # fmt: skip
     return total, out

@@ -16,7 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, dot, load, load_number, narrowed, operands_of, store
+from penstock.backends.gpu.kernels.loads import (
+    LAUNCH,
+    dot,
+    load,
+    load_number,
+    narrowed,
+    operands_of,
+    overlap,
+    store,
+    wait_for_others,
+)
 
 _FILL = 256
 """Programs that a device should have at least."""
@@ -44,23 +54,27 @@ def _product(
     x, codes, scales, zeros, bias, out, t_count, m_count, num_cuts, per_cut, x_stride, codes_stride, scales_stride,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BITS: tl.constexpr, ZEROS: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, OPERANDS: tl.constexpr,
-    CODE: tl.constexpr, CUT: tl.constexpr,
+    CODE: tl.constexpr, CUT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(EARLY)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     cut = tl.program_id(2)
     here, there = m < m_count, t < t_count
     row = m.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
-    column = x + t.to(tl.int64)[None, :] * x_stride
+    column, tokens = x + t.to(tl.int64)[None, :] * x_stride, x + t.to(tl.int64)[:, None] * x_stride
     for base in range(cut * per_cut, tl.minimum((cut + 1) * per_cut, K), BLOCK_K):
         if BITS == 4:
             j = base // 2 + tl.arange(0, BLOCK_K // 2)
             near = 2 * j < K
             pair = load_number(codes + row[:, None] * codes_stride + j[None, :], mask=here[:, None] & near[None, :])
             at_group = row * scales_stride + base // GROUP
-            even = load(column + 2 * j[:, None], mask=there[None, :] & near[:, None])
-            odd = load(column + 2 * j[:, None] + 1, mask=there[None, :] & (2 * j + 1 < K)[:, None])
+            # Loaded side by side, so that the next ones can be on their way, and split here.
+            k = base + tl.arange(0, BLOCK_K)
+            a = load(tokens + k[None, :], mask=there[:, None] & (k < K)[None, :])
+            even, odd = tl.split(tl.reshape(a, [BLOCK_T, BLOCK_K // 2, 2]))
+            even, odd = tl.trans(even), tl.trans(odd)
             part = dot(code_value(pair & 15, CODE) - OFFSET, even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
             part = dot(code_value(pair >> 4, CODE) - OFFSET, odd, part, OPERANDS)
             if ZEROS != "none":
@@ -101,7 +115,10 @@ def _product(
 
 
 @triton.jit
-def _add_cuts(parts, bias, out, count, m_count, num_cuts, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+def _add_cuts(
+    parts, bias, out, count, m_count, num_cuts, BLOCK: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait_for_others(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     own = i < count
     total = load(parts + i, mask=own)
@@ -173,6 +190,12 @@ def _narrow(x: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == torch.float32 else x.dtype
 
 
+def _shape(bits: int, width: int) -> tuple[int, int, int, int]:
+    """Outputs of a tile, its inputs at most, warps, and tiles on their way, for tiles of so many tokens."""
+    tile = 128 if width == 16 and bits != 4 else 64
+    return (64, tile, 4, 3) if width == 16 else (128, tile, 8, 3)
+
+
 def _launch(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None,
     bias: torch.Tensor | None, how: _Codes, operands: torch.dtype, columns: int | None,
@@ -189,10 +212,9 @@ def _launch(
     if not t or not m:
         return out
     width = columns or (16 if t <= 16 else 64)
-    tile = 128 if width == 16 and bits != 4 else 64
+    rows, tile, warps, stages = _shape(bits, width)
     while group % tile:
         tile //= 2
-    rows = 64 if width == 16 else 128
     tiles = triton.cdiv(k, tile)
     cuts = max(1, min(_FILL // triton.cdiv(m, rows), tiles // 4))
     per_cut = triton.cdiv(tiles, cuts) * tile
@@ -204,9 +226,9 @@ def _launch(
         0 if scales is None else scales.stride(0),
         K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=how.zeros_are,
         OFFSET=float(0 if how.zeros_are != "none" else how.offset), BIAS=bias is not None, OPERANDS=name,
-        CODE=how.code, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
+        CODE=how.code, CUT=cuts > 1, num_warps=warps, num_stages=stages, **overlap(), **LAUNCH,
     )  # fmt: skip
     if cuts > 1:
         _add_cuts[triton.cdiv(t * m, 1024),](target, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
-                                             num_warps=4, **LAUNCH)  # fmt: skip
+                                             num_warps=4, **overlap(), **LAUNCH)  # fmt: skip
     return out

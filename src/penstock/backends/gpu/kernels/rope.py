@@ -10,7 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, load, load_number, padded, rounded, store, to_e4m3
+from penstock.backends.gpu.kernels.loads import (
+    LAUNCH,
+    as_bytes,
+    load,
+    load_number,
+    overlap,
+    padded,
+    rounded,
+    store,
+    to_e4m3,
+    wait_for_others,
+)
 
 _HEADS = 16
 """Heads of a program at most."""
@@ -57,8 +68,9 @@ def _rope_write(
     q_stride, k_stride, v_stride, heads, kv_heads,
     key_page, key_slot, key_head, value_page, value_slot, value_head, scale_page, scale_slot,
     D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(EARLY)
     # A program has some heads of one token: of its query, its key or its value.
     t, run = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, h = tl.arange(0, BLOCK), tl.arange(0, BLOCK_H)
@@ -121,6 +133,6 @@ def rope_write(
         table.stride(0), q.stride(0), k.stride(0), v.stride(0), heads, kv_heads,
         *keys.stride()[:3], *values.stride()[:3], *scale_strides,
         D=d, W=w, BLOCK=padded(max(d, w)), BLOCK_H=block_h, HALF=half, INTERLEAVED=interleaved, KIND=kind,
-        num_warps=4 if block_h * d > 1024 else 1, **LAUNCH,
+        num_warps=4 if block_h * d > 1024 else 1, **overlap(), **LAUNCH,
     )  # fmt: skip
     return turned
