@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 1 << 20
 
 
-class Frozen:
+class FrozenMatrix:
     """A matrix [N, K] as it lies in memory or in a file."""
 
     def __init__(self, weight: Weight) -> None:
@@ -47,7 +47,7 @@ class Wide:
         self._own: dict[int, Tensor] = {}
         self._free: dict[tuple[int, int], list[Tensor]] = {}
 
-    def fill(self, matrix: Frozen) -> Iterator[None]:
+    def fill(self, matrix: FrozenMatrix) -> Iterator[None]:
         """Widens, or decodes, a run of rows for each step."""
         if id(matrix) in self._own or matrix.is_wide:
             return
@@ -60,7 +60,7 @@ class Wide:
             yield
         self._own[id(matrix)] = whole
 
-    def of(self, matrix: Frozen) -> Tensor:
+    def of(self, matrix: FrozenMatrix) -> Tensor:
         if matrix.is_wide:
             return matrix.rows(0, matrix.shape[0])
         for _ in self.fill(matrix):

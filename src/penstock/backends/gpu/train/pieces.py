@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.ops import PLAIN, rope_angles
-from penstock.backends.gpu.train.frozen import Frozen, Wide, vector_of
+from penstock.backends.gpu.train.frozen import FrozenMatrix, Wide, vector_of
 from penstock.base.errors import UnsupportedError
 from penstock.model.graph import NO_LAYER, Graph, Node, Value
 
@@ -40,7 +40,7 @@ class Tuned(Protocol):
 class Head(NamedTuple):
     """What makes logits of hidden states: a matrix, its bias, and operations on each logit by itself."""
 
-    matrix: Frozen
+    matrix: FrozenMatrix
     bias: Tensor | None
     after: Sequence[Node]
 
@@ -84,7 +84,7 @@ class GraphPieces:
         cuts += [behind, graph.head]
         self._pieces = [graph.nodes[lo:hi] for lo, hi in pairwise(cuts)]
         self._of = {id(node): n for n, nodes in enumerate(self._pieces) for node in nodes}
-        self._frozen = {id(n): Frozen(n.bound[0]) for n in graph.nodes if n.op in ("linear", "embed")}
+        self._frozen = {id(n): FrozenMatrix(n.bound[0]) for n in graph.nodes if n.op in ("linear", "embed")}
         self._bound = {
             id(n): [vector_of(x) for x in (n.bound[1:] if n.op in ("linear", "embed") else n.bound)]
             for n in graph.nodes
