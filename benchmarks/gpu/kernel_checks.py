@@ -293,11 +293,37 @@ def _draw(launcher: Any, device: torch.device) -> Results:
             yield f"{vocab} tokens{', truncated' if cut else ''}", float(found != want), 0.0
 
 
+def _adapt(launcher: Any, device: torch.device) -> Results:
+    made: Any = import_module(f"{KERNELS}.adapters")
+    ranks, lengths = (16, 48, 16), (1, 20, 3)
+    for name, may in (("float32", 2e-3), ("bfloat16", 3e-2)):
+        kind = getattr(torch, name)
+        x, y = _normal(1, sum(lengths), 320).to(kind), _normal(2, sum(lengths), 500).to(kind)
+        a = [_normal(3 + n, rank, 320).to(kind) for n, rank in enumerate(ranks)]
+        b = [_normal(6 + n, 500, rank).to(kind) for n, rank in enumerate(ranks)]
+        gain, shift = _normal(9, 500), _normal(10, 500)
+        there = [[t.to(device) for t in (a[n], b[n], gain, shift)] for n in range(len(ranks))]
+        one = int(torch.tensor(0.5).view(torch.int32))
+        table = [[*(0 if n and i > 1 else t.data_ptr() for i, t in enumerate(own)), ranks[n], one]
+                 for n, own in enumerate(there)]  # fmt: skip
+        slots = made.AdapterSlots(torch.tensor(table, dtype=torch.int64).to(device), there[0][0], max(ranks))
+        order = torch.arange(sum(lengths), dtype=torch.int32).to(device)
+        own_tiles = [[0, 0, 1], [1, 1, 16], [1, 17, 4], [2, 21, 3], [-1, -1, -1]]
+        tiles = torch.tensor(own_tiles, dtype=torch.int32).to(device)
+        wanted, first = y.double(), 0
+        for n, length in enumerate(lengths):
+            own = slice(first, first + length)
+            added = 0.5 * (x[own].double() @ a[n].double().t()) @ b[n].double().t()
+            wanted[own] = wanted[own] * (gain.double() if n == 0 else 1) + (shift.double() if n == 0 else 0) + added
+            first += length
+        yield name, _off(launcher(x.to(device), y.clone().to(device), order, tiles, slots), wanted), may
+
+
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
     "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
     "product_int4": _product(4), "product_words": _product(4, 128), "product_fixed": _product(16),
     "product_row": _row, "coded_row": _coded_row, "experts": _experts, "route": _route,
-    "argmax": _argmax, "draw": _draw,
+    "adapt": _adapt, "argmax": _argmax, "draw": _draw,
 }  # fmt: skip
 """By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""

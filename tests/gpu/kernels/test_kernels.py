@@ -130,3 +130,9 @@ def test_a_budget_can_be_broken() -> None:
            "fused_float64": 2}  # fmt: skip
     assert [what.split()[0] for what in kernels.problems(row)] == ["spills", "wants", "wants", "fuses"]
     assert kernels.fused("fma.rn.f64 %fd1, %fd2, %fd3, %fd4;\nv_fma_f64 v[0:1]") == 2
+
+
+def test_the_benchmark_on_a_card_knows_every_kernel() -> None:
+    from benchmarks.gpu.kernel_checks import CHECKS
+
+    assert CHECKS.keys() == {entry.name for entry in KERNELS}
