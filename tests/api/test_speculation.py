@@ -95,6 +95,7 @@ def test_right_drafts_behind_the_end_are_not_accepted() -> None:
     metrics = RequestMetrics(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5)
     stream: Any = SimpleNamespace(
         request_id="a", request=SimpleNamespace(prompt_token_ids=[1, 2]), call=None, num_cached_tokens=0,
+            weight_versions=None,
         metrics=metrics,
         output=SimpleNamespace(num_cached_tokens=0, metrics=metrics),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from penstock.model.builder import build  # noqa: E402
 from tests import specs  # noqa: E402
 from tests.adapting import made, nano, nano_folder  # noqa: E402
 from tests.engine import test_adapters as laws  # noqa: E402
+from tests.engine.test_coded_adapters import tuned_nano  # noqa: E402
 from tests.native import test_adapters as natively  # noqa: E402
 
 
@@ -51,8 +51,8 @@ def test_J25_J24_tokens_on_torch_depend_on_the_request_and_its_adapter_alone(tmp
 
 
 def test_adapters_of_codes_are_refused_by_name(tmp_path: Path) -> None:
-    shutil.copytree(nano(), tmp_path / "tuned")
-    assert main(["quantize", str(nano()), "--delta-of", str(tmp_path / "tuned"), "--out", str(tmp_path / "d")]) == 0
+    tuned = tuned_nano(tmp_path / "tuned", 1)
+    assert main(["quantize", str(nano()), "--delta-of", str(tuned), "--out", str(tmp_path / "d")]) == 0
     llm = LLM(nano(), enable_lora=True, device="cpu-torch", max_model_len=64)
     with pytest.raises(InputError, match=r"deltas and sets of scales run on the CPU's own kernels .*use device cpu"):
         llm.generate("x", SamplingParams(max_tokens=1), lora_request=LoRARequest("d", 1, str(tmp_path / "d")))

@@ -345,7 +345,7 @@ class SlowDevice(Recorder):
 def test_a_rank_s_process_takes_the_next_step_while_the_device_works() -> None:
     ours, theirs = socket.socketpair()
     rank = SlowDevice()
-    thread = threading.Thread(target=serve_steps, args=(theirs, rank))
+    thread = threading.Thread(target=serve_steps, args=(theirs, rank, lambda _: None, None))
     thread.start()
     try:
         for step in range(2):

@@ -101,7 +101,7 @@ class Scales:
             why = _why_no_scales(own, matrix)
             if why is not None:
                 raise UnsupportedError(f"scales of {module}: {why}")
-            found = StoredTensor(matrix, torch.device("cpu")).scales.clone()
+            found = StoredTensor(matrix, torch.device("cpu")).scales.to(torch.float32, copy=True)
             self.parameters[f"{module}.scales"] = found.requires_grad_()
             self._types[f"{module}.scales"] = matrix.format.scales[0].dtype
             self.tuned[own[0].weight] = ScalesPart(matrix, found)
