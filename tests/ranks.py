@@ -29,6 +29,7 @@ from penstock.core.batch import (
     TokenLogprobs,
 )
 from penstock.core.page_ops import PageOp
+from penstock.core.weight_swap import WeightFacts
 from penstock.executor.rank import Progress, Rank, RankSpec
 
 COMMAND = (sys.executable, str(Path(__file__)))
@@ -57,6 +58,12 @@ class Recorder:
 
     def back(self, num_slabs: Sequence[int]) -> None:
         self.seen.append(list(num_slabs))
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        raise NotImplementedError
+
+    def switched(self) -> Rank:
+        raise NotImplementedError
 
     def holds(self, grammar: str) -> bool:
         return grammar == "held"
