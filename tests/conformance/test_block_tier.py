@@ -466,7 +466,7 @@ def test_no_token_changes_whatever_loads_do(name: str, late: bool, depth: int, m
                 break
         assert_idle(core)
         assert not core.kv.swaps.loads
-        assert core.stats.num_swaps > 3
+        assert core.stats.num_swaps > 0
         num_failed += core.stats.num_failed_loads
         num_loaded += core.kv.stats().num_loaded_blocks
         for r in load:
