@@ -182,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--kinds", type=lambda s: s.split(","), default=["prose", "passages"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=lambda s: [int(x) for x in s.split(",")], default=[NUM_LAYERS])
     parser.add_argument("--shares", type=lambda s: [float(x) for x in s.split(",")], default=SHARES)
@@ -199,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "passages": passages(encode, padding_id(reader.tokenizer), args.questions, args.texts, rng),
     }
     console, result = Console(), {"about": about(), "seed": args.seed}
-    for kind, texts in kinds.items():
+    for kind, texts in ((kind, kinds[kind]) for kind in args.kinds):
         found = []
         for text in texts:
             found.append(reader.read(text, ways))

@@ -254,3 +254,18 @@ def test_J04_which_tokens_are_computed_again_depends_on_nothing_but_the_request(
         core.add(Control(kind="reset_prefix_cache"))
         drain(core, collector)
         assert collector.requests["0"].logprobs == alone["0"], steps
+
+
+def test_J04_what_fills_a_module_up_is_chosen_last() -> None:
+    ids = [*range(10, 18), *range(20, 25), 7, 7, 7, *range(30, 36), 7, 7, *range(40, 43)]
+    core = real_engine(*deep(), Knobs(kv_allocator="modules", block_size=SIZE, budget=64))
+    seen: list[list[int]] = []
+    runs = Blender._run
+
+    def run_and_note(self: Blender, forward: Any, seq_id: int, positions: Any) -> None:
+        seen.append(positions.tolist())
+        runs(self, forward, seq_id, positions)
+
+    with mock.patch.object(Blender, "_run", run_and_note):
+        run(core, [blended(ids, 13 / 16, request_id="r", max_tokens=1)])
+    assert seen[-1] == [n for n in range(8, 24) if n not in (14, 15, 23)]

@@ -1,7 +1,7 @@
 """Modules that stand behind others see them a little: some of their tokens are computed again in the whole context.
 
 The first layers run over all tokens of the modules behind the first. Those whose keys and values in the last of these
-layers come out most differently run through all layers, where they see all that stands before them: a step with several
+layers come out most differently run through all layers (what fills a module up to whole blocks only after all others), where they see all that stands before them: a step with several
 runs of tokens over one table, as if each run were a sequence that ends with it. A layer's writes come before its
 attention, so later runs read what earlier ones wrote. With all tokens that is the prompt as if it had no modules.
 Source: CacheBlend, Yao et al., arXiv 2405.16444, sections 4.2 (deviations) and 4.3 (which tokens).
@@ -10,6 +10,7 @@ Source: CacheBlend, Yao et al., arXiv 2405.16444, sections 4.2 (deviations) and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,9 @@ class Blender:
         first, end = op.ends[0], op.ends[-1]
         positions = np.arange(first, end, dtype=np.int32)
         if op.num_tokens < end - first:
-            positions = self._most_changed(op.seq_id, positions)[: op.num_tokens]
+            ranked = self._most_changed(op.seq_id, positions)
+            filling = self._filling(op)[ranked]
+            positions = np.concatenate([ranked[~filling], ranked[filling]])[: op.num_tokens]
         self._run(self._forward, op.seq_id, np.sort(positions))
 
     def _most_changed(self, seq_id: int, positions: I32) -> I32:
@@ -66,6 +69,17 @@ class Blender:
         first, end = int(positions[0]), int(positions[-1]) + 1
         pages = self._plan(seq_id, [(first, end)]).groups[GROUP].pages(0, self._num_layers - 1)
         return [read_kv(self._storage.planes[GROUP], name, pages, first, end).copy() for name in ("k", "v")]
+
+    def _filling(self, op: BlendOp) -> npt.NDArray[np.bool_]:
+        """By position: those at the end of a module that say the same as the one before, as what fills it up does."""
+        tokens = self._rows[op.seq_id].tokens
+        found = np.zeros(op.ends[-1], np.bool_)
+        for start, end in pairwise(op.ends):
+            at = end - 1
+            while at > start and tokens[at - 1] == tokens[end - 1]:
+                found[at] = True
+                at -= 1
+        return found
 
     def _run(self, forward: Forward, seq_id: int, positions: I32) -> None:
         """Ascending positions, in steps of so many tokens as `forward` takes."""
