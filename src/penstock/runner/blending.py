@@ -1,9 +1,10 @@
 """Modules that stand behind others see them a little: some of their tokens are computed again in the whole context.
 
 The first layers run over all tokens of the modules behind the first. Those whose keys and values in the last of these
-layers come out most differently run through all layers (what fills a module up to whole blocks only after all others), where they see all that stands before them: a step with several
-runs of tokens over one table, as if each run were a sequence that ends with it. A layer's writes come before its
-attention, so later runs read what earlier ones wrote. With all tokens that is the prompt as if it had no modules.
+layers come out most differently run through all layers (what fills a module up to whole blocks only after all others),
+where they see all that stands before them: a step with several runs of tokens over one table, as if each run were a
+sequence that ends with it. A layer's writes come before its attention, so later runs read what earlier ones wrote. With
+all tokens that is the prompt as if it had no modules.
 Source: CacheBlend, Yao et al., arXiv 2405.16444, sections 4.2 (deviations) and 4.3 (which tokens).
 """
 
