@@ -208,3 +208,26 @@ def test_vllms_pause_waits_for_those_that_run(served: httpx.Client) -> None:
     assert served.post("/resume", headers=ADMIN).json() == {"status": "resumed"}
     waiting.join()
     assert answers[0]["usage"]["completion_tokens"] == 8
+
+
+def test_each_of_several_models_has_weights_of_its_own(folders: Path, texts: dict[str, str]) -> None:
+    config = serve_from_kwargs(
+        model=str(nano()), served_model_name="nano", port=0, ops="ref", max_model_len=256, num_gpu_blocks_override=32,
+        engine_in_process=True, weights_root=str(folders), admin_api_key="sk-admin",
+        models={"other": {"model": str(nano()), "max_model_len": 256, "num_gpu_blocks_override": 32}},
+    )  # fmt: skip
+    with LiveServer(config) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        body = {"model_path": "one", "weight_version": "v2"}
+        early = client.post("/update_weights_from_disk?model=other", json=body, headers=ADMIN)
+        assert early.status_code == 400
+        assert "it starts with the next request" in early.text
+        for model in ("nano", "other"):
+            answer = client.post("/v1/completions", json=ASK | {"model": model})
+            assert answer.json()["choices"][0]["text"] == texts["first"], answer.text
+            assert answer.headers["x-penstock-weight-version"] == "default"
+        swapped = client.post("/update_weights_from_disk?model=other", json=body, headers=ADMIN)
+        assert swapped.status_code == 200, swapped.text
+        for model, text, version in (("nano", "first", "default"), ("other", "one", "v2")):
+            answer = client.post("/v1/completions", json=ASK | {"model": model})
+            assert answer.json()["choices"][0]["text"] == texts[text], model
+            assert answer.headers["x-penstock-weight-version"] == version

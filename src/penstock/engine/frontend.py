@@ -310,7 +310,7 @@ class EngineClient:
         if self._swap is not None:
             raise RefusedError(BUSY, status=409, code="weights_busy")
         if self.state != "ready":
-            raise EngineGoneError(f"the engine is not there: {self.reason}")
+            raise EngineGoneError(f"the engine is not there: {self.reason or 'it starts with the next request'}")
         name = f"weights-{next(_orders)}"
         self._swap = name, asyncio.get_running_loop().create_future()
         self._processor.orders[name] = order

@@ -176,7 +176,7 @@ class Around:
                 started = True
                 headers = message.setdefault("headers", [])
                 headers.append((b"x-request-id", request_id.encode()))
-                if (version := self.server.weight_version) is not None:
+                if (version := server.weight_version) is not None:
                     headers.append((b"x-penstock-weight-version", version.encode()))
                 if gate is not None:
                     headers += gate.headers(state["tenant"])

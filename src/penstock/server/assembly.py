@@ -46,6 +46,7 @@ def assembled(
 ) -> Server:
     """One model's server without its parts. The client knows what its engine is, or will be."""
     client.use_tokenizer(front.tokenizer)
+    client.tells_weights = config.server.weights_root is not None
     info = client.info
     assert info is not None
     service = Service(

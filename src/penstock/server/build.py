@@ -62,7 +62,6 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = assembled(config, client, front, given, names, clock)
         server.parts["tls"] = tls
-        client.tells_weights = config.server.weights_root is not None
         if tls is not None:
             server.closers.append(Watching(tls).close)
         await furnish(server, config, _PARTS)
