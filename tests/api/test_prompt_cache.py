@@ -142,5 +142,7 @@ def test_prompts_are_cut_into_modules_where_that_is_asked_for(server: LiveServer
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="modules are whole blocks of block_size 16"):
         LLM(bundled(), **ENGINE, module_chunk_tokens=20)
+    with pytest.raises(ConfigError, match="module_recompute is for the modules that module_chunk_tokens makes"):
+        LLM(bundled(), **ENGINE, module_recompute=0.2)
     with pytest.raises(ConfigError, match="module_chunk_tokens is for kv_allocator modules"):
         LLM(bundled(), ops="ref", max_model_len=512, module_chunk_tokens=32)

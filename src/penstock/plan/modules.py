@@ -12,6 +12,9 @@ from penstock.core.model_spec import ModelSpec
 def check_modules(config: EngineConfig, spec: ModelSpec, groups: tuple[CacheGroup, ...]) -> None:
     """Raises ConfigError, with what to change, where the pages of a text depend on its place."""
     cache = config.cache
+    if cache.module_recompute and not cache.module_chunk_tokens:
+        raise ConfigError("module_recompute is for the modules that module_chunk_tokens makes; add it, or say "
+                          "recompute in prompt_cache", field="module_recompute")  # fmt: skip
     if cache.kv_allocator != "modules":
         if cache.module_chunk_tokens:
             raise ConfigError("module_chunk_tokens is for kv_allocator modules; add it, or leave this away",

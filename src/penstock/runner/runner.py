@@ -163,8 +163,8 @@ class Runner:
         self._weights: tuple[int, float] = (0, 0.0)
         self._experts = forward if isinstance(forward, ExpertForward) and forward.expert_counts else None
         self._expert_counts: tuple[float, ...] = () if self._experts is None else self._experts.expert_counts
-        shares = isinstance(forward, SharingForward) and forward.keys_read is not None
-        self._sharing = forward if shares and isinstance(forward, SharingForward) else None
+        sharing = forward if isinstance(forward, SharingForward) else None
+        self._sharing = sharing if sharing is not None and sharing.keys_read is not None else None
         self._keys = (0, 0)
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
