@@ -47,6 +47,7 @@ ROWS: dict[str, list[dict[str, object]]] = {
     "nq-open": [{"question": "who", "answers": ["Leo"], "ctxs": [{"title": "t", "text": "Leo did.", "isgold": True}]}],
     "kv": [{"ordered_kv_records": [["a", "1"], ["b", "2"]], "key": "a", "value": "1"}],
     "longbench": [{"dataset": "qasper", "input": "who?", "context": "Leo did.", "answers": ["Leo"]}],
+    "texts": [{"prompt": "who?", "references": ["Leo did."]}],
     "ruler": [{"input": "who?", "outputs": ["Leo"]}],
 }  # fmt: skip
 MADE = ("needle?lengths=512", "lookup?pairs=5", "lines?pairs=5", "passage", "two-hop", "copy", "arithmetic", "json",

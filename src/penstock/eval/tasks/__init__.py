@@ -35,6 +35,7 @@ TASKS.add("mbpp", "penstock.eval.tasks.code:make_mbpp")
 TASKS.add("nq-open", "penstock.eval.tasks.nq_open:make")
 TASKS.add("kv", "penstock.eval.tasks.kv_records:make")
 TASKS.add("longbench", "penstock.eval.tasks.longbench:make")
+TASKS.add("texts", "penstock.eval.tasks.texts:make")
 TASKS.add("ruler", "penstock.eval.tasks.ruler:make")
 
 DEFAULT = ("perplexity", "cloze", "needle", "lookup", "passage", "two-hop", "copy", "arithmetic", "json")

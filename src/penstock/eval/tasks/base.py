@@ -218,6 +218,15 @@ class Options:
             raise self._wrong(name, f"must be one of {', '.join(choices)}, not {value!r}")
         return value
 
+    def names(self, name: str, default: tuple[str, ...], choices: Sequence[str]) -> tuple[str, ...]:
+        """One or several of `choices`, separated by `+`, as they come, each once."""
+        self._read.add(name)
+        found = tuple(dict.fromkeys(self._values[name].split("+"))) if name in self._values else default
+        for value in found:
+            if value not in choices:
+                raise self._wrong(name, f"must be of {', '.join(choices)}, with + between several, not {value!r}")
+        return found
+
     def number(self, name: str, default: int, low: int, high: int) -> int:
         return self.numbers(name, (default,), low, high, most=1)[0]
 
