@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.core.events import Decision
+    from penstock.plan.operators import Operator
     from penstock.plan.report import Report, Speed
 
 
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a sequence when its speed is predicted (default: 2048, or what fits)",
     )  # fmt: skip
     parser.add_argument("--explain", action="store_true", help="also print every decision, and where figures come from")
+    parser.add_argument(
+        "--operators",
+        action="store_true",
+        help="also print FLOPs and bytes of every operator, of a prompt and of decodes",
+    )
     parser.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
     add_engine_arguments(parser, model_positional=True)
 
@@ -94,7 +100,7 @@ def plan(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        _print(Console(), config.model.model, result, explain=args.explain)
+        _print(Console(), config.model.model, result, explain=args.explain, by_operator=args.operators)
     sys.stdout.flush()  # before the refusal on stderr
     if result.refusal is not None:
         raise CapacityError(result.refusal)
@@ -108,7 +114,7 @@ def _print_json(model: str, result: Report) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
 
 
-def _print(console: Console, model: str, r: Report, *, explain: bool) -> None:
+def _print(console: Console, model: str, r: Report, *, explain: bool, by_operator: bool) -> None:
     from rich.markup import escape
 
     name = Path(model).name.removesuffix(".config.json")
@@ -138,6 +144,10 @@ def _print(console: Console, model: str, r: Report, *, explain: bool) -> None:
         )
         if not r.device.name.startswith(("cpu", "native")):
             console.print("This version of Penstock itself runs on CPUs only.", style="dim")
+    if by_operator:
+        for step, found in r.operators.items():
+            console.print()
+            console.print(_operator_table(r, step, found))
     if explain:
         for table in (_decision_table(r), _device_table(r)):
             console.print()
@@ -207,6 +217,16 @@ def _speed_table(speeds: tuple[Speed, ...]) -> Table:
     return table
 
 
+def _operator_table(r: Report, step: str, found: tuple[Operator, ...]) -> Table:
+    ridge = r.device.flops(r.dtype) / r.device.read_bytes_per_s
+    title = f"Operators, {step} (all layers; {_three(ridge)} FLOPs for a byte keep {r.device.name} busy with both)"
+    table = _table(title, "", "FLOPs", "bytes", "FLOPs/byte", "time", "<limit")
+    for line in found:
+        cells = (_short(line.flops), _size(line.num_bytes), _three(line.intensity), _time(line.seconds), line.limit)
+        table.add_row(line.name, *cells)
+    return table
+
+
 def _decision_table(r: Report) -> Table:
     table = _table("Decisions", "decision", "<value", "<why")
     for d in r.decisions:
@@ -249,10 +269,20 @@ def _metric(rate: float) -> str:
     return f"{rate:g} "
 
 
+def _short(count: int) -> str:
+    """Three digits and a prefix; small counts as they are."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{_three(count / size)} {prefix}"
+    return f"{count:,}"
+
+
 def _three(value: float) -> str:
     """Three digits that count."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _time(seconds: float) -> str:
-    return f"{_three(seconds)} s" if seconds >= 1 else f"{_three(seconds * 1e3)} ms"
+    if seconds >= 1:
+        return f"{_three(seconds)} s"
+    return f"{_three(seconds * 1e3)} ms" if seconds >= 1e-4 or not seconds else f"{_three(seconds * 1e6)} us"

@@ -24,6 +24,7 @@ from penstock.plan.drafts import NamedSpec
 from penstock.plan.fit import Fit
 from penstock.plan.flops import num_active_params
 from penstock.plan.memory import asking_for_all
+from penstock.plan.operators import Operator, operators
 from penstock.plan.resolve import Plan, resolve
 from penstock.plan.weights import NO_CODES, StoredFormats
 
@@ -80,8 +81,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     `longest_context`: of one sequence alone; 0, and nothing in `contexts` and `speeds`, if the weights do not fit.
     `max_model_len`: as `resolve` decided; of a refused plan, what was asked for. `kv_bytes_per_token`: of a token that
-    every layer still sees. `weight_bytes`: if all weights were of a type; `held`: how they are, where some are not of
-    `dtype`, and `held_bytes`, what that takes.
+    every layer still sees. `operators`: by step, where its FLOPs and bytes go. `weight_bytes`: if all weights were of a
+    type; `held`: how they are, where some are not of `dtype`, and `held_bytes`, what that takes.
     """
 
     family: str
@@ -107,6 +108,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[ContextLine, ...]
     speeds: tuple[Speed, ...]
     decisions: tuple[Decision, ...]
+    operators: dict[str, tuple[Operator, ...]]
     refusal: str | None
 
 
@@ -168,6 +170,10 @@ def report(
         contexts=tuple(_context_line(fit, c) for c in _contexts(max_model_len)) if fit is not None else (),
         speeds=_speeds(timer, fit, min(context, max_model_len, longest), budget) if fit is not None else (),
         decisions=(*extra, *_decisions(config, plan, fit, longest)),
+        operators={
+            name: operators(spec, timer.work, shape, device, dtype)
+            for name, shape in _steps(min(context, max_model_len)).items()
+        },
         refusal=None if refusal is None else str(refusal),
     )
 
@@ -220,6 +226,17 @@ def _group_line(group: CacheGroup, model: str, block_size: int) -> GroupLine:
         window=group.spec.window,
         model=model,
     )
+
+
+def _steps(context: int) -> dict[str, StepShape]:
+    """Steps that are taken apart: a prompt of `context` tokens, and decodes behind so many of them."""
+    many = DECODE_BATCHES[-1]
+    decode = EMPTY.plus(context - 1, 1, 1)
+    return {
+        "prefill": EMPTY.plus(0, context, 1),
+        "decode x1": decode,
+        f"decode x{many}": StepShape(*(many * part for part in decode)),
+    }
 
 
 def _contexts(longest: int) -> list[int]:

@@ -29,6 +29,7 @@ from penstock.core.step_shape import EMPTY, StepShape
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import PRESETS, Device, device_from, device_preset, find_device, read_device
 from penstock.plan.flops import model_work
+from penstock.plan.operators import operators
 from tests import specs
 
 ROUND = Device(
@@ -178,6 +179,35 @@ def test_flops_agree_with_torch_on_a_llama(tokens: int, cached: int) -> None:
     step = model_work(Llama().spec(fields), "float32").step(shape)
     assert step.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert step.mixer_flops > 0.02 * step.flops, "attention must matter, or an error in it would not show"
+
+
+@pytest.mark.parametrize("name", specs.ALL)
+def test_K11_operators_add_up_to_the_step_whatever_the_layers_are(name: str) -> None:
+    spec, _ = specs.make(name)
+    work = model_work(spec, "bfloat16")
+    for shape in (EMPTY.plus(0, 37, 1), EMPTY.plus(9, 1, 1).plus(19, 1, 1), EMPTY.plus(30, 5)):
+        step, found = work.step(shape), operators(spec, work, shape, device_preset("h100-sxm"), "bfloat16")
+        assert (sum(o.flops for o in found), sum(o.num_bytes for o in found)) == (step.flops, step.num_bytes)
+        assert all(o.flops >= 0 and o.num_bytes >= 0 for o in found)
+        others = {"attention", "head", "experts"}
+        assert work.experts or sum(o.flops for o in found if o.name not in others) == step.linear_flops
+        assert len({o.name for o in found}) == len(found)
+
+
+def test_K11_an_operator_by_hand() -> None:
+    """gate: 3 tokens of a prompt through [F, E] in two layers, on a device of 1 GFLOP/s and 100 MB/s."""
+    spec = model()
+    work = model_work(spec, "float32")
+    found = {o.name: o for o in operators(spec, work, EMPTY.plus(0, 3, 1), ROUND, "float32")}
+    gate = found["gate"]
+    assert gate.flops == 2 * (2 * 3 * F * E)
+    assert gate.num_bytes == 2 * 4 * (F * E + 3 * (F + E))
+    assert gate.intensity == gate.flops / gate.num_bytes
+    assert (gate.limit, gate.seconds) == ("memory", gate.num_bytes / 1e8)
+    assert set(found) == {"q", "k", "v", "o", "gate", "up", "down", "attention", "norms, sums", "head"}
+    many = {o.name: o for o in operators(spec, work, EMPTY.plus(0, 3000, 1), ROUND, "float32")}
+    assert many["gate"].limit == "compute", "the more rows share a matrix, the more is computed for a byte"
+    assert many["gate"].seconds == many["gate"].flops / 1e9
 
 
 # --- the roofline timer
