@@ -180,6 +180,21 @@ def test_nothing_but_the_text_decides_the_logits(name: str, scheme: str, isa: st
 
 
 @each_isa
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_C50_B07_attention_through_an_index_for_each_token_has_the_bits_of_blocks(isa: str, kv_dtype: str) -> None:
+    """Blocks of one token in any order of memory; one chunk, and chunk by chunk behind what is cached."""
+    dtype = "bfloat16" if kv_dtype == "bfloat16" else "float32"
+    ids = text(specs.make("llama_gqa")[0].vocab_size)
+    blocks, tokens, chunks = (
+        native("llama_gqa", isa, dtype=dtype, kv_dtype=kv_dtype, block_size=size, seed=seed)
+        for size, seed in ((16, 0), (1, 3), (1, 5))
+    )
+    expected = blocks.one_go("a", ids)
+    assert np.array_equal(tokens.one_go("a", ids), expected)
+    assert np.array_equal(chunks.chunked("a", ids, [33, 1, 1, 29, 1, 1, 4]), expected)
+
+
+@each_isa
 def test_a_sick_sequence_harms_nobody(isa: str) -> None:
     """NaN in one sequence's cache stays there."""
     for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
