@@ -13,10 +13,9 @@ import pytest
 from penstock.base.hashing import digest
 from penstock.core.output import EngineOutput
 from penstock.core.request import Abort, Control, Request
-from penstock.core.weight_swap import SWAPPED, WeightFacts, WeightsOrder
+from penstock.core.weight_swap import BUSY, SWAPPED, WeightFacts, WeightsOrder
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
-from penstock.engine.swapping import BUSY
 from penstock.launch.assemble import model_parts
 from penstock.launch.parts import make_rank
 from tests.engine.harness import (

@@ -7,6 +7,7 @@ import msgspec
 MODES = ("wait", "abort", "recompute", "keep")
 SWAPPED = "weights"
 """Finish reason of the news that weights have been swapped, or cannot be: of no request."""
+BUSY = "weights are being swapped already; wait for that, or abort the requests that it waits for"
 FIRST_VERSION = "default"
 """What the weights that an engine starts with are called (SGLang's word)."""
 

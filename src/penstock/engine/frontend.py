@@ -25,13 +25,12 @@ from penstock.core.output import (
     RequestOutput,
 )
 from penstock.core.request import Abort, Control, Intake, Request
-from penstock.core.weight_swap import WeightFacts, WeightsOrder
+from penstock.core.weight_swap import BUSY, WeightFacts, WeightsOrder
 from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 from penstock.engine.stream import Delta, Stream
-from penstock.engine.swapping import BUSY
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock

@@ -15,15 +15,13 @@ from msgspec.structs import replace
 from penstock.core.output import EngineOutput
 from penstock.core.request import Control
 from penstock.core.sequence import Sequence, Status
-from penstock.core.weight_swap import SWAPPED
+from penstock.core.weight_swap import BUSY, SWAPPED
 from penstock.kv.selection import KeepAll
 from penstock.sched.frozen import Frozen
 
 if TYPE_CHECKING:
     from penstock.core.protocols import Executor
     from penstock.engine.commit import Commit
-
-BUSY = "weights are being swapped already; wait for that, or abort the requests that it waits for"
 
 
 class Swapping:

@@ -16,17 +16,11 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.families.checkpoint import Checkpoint, check_count
 from penstock.families.folder import open_folder, pickle_refusal, read_quantization
-from penstock.families.gguf.files import open_gguf_file, open_gguf_folder
-from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
 from penstock.families.mtp import count_mtp, mtp_heads
 from penstock.families.quantization.gather import expected_codes
-from penstock.families.rwkv_cpp import open_rwkv_cpp_file
-from penstock.families.ternary import open_ternary_file
 from penstock.formats.files import quoted, unreadable
 from penstock.formats.json_file import read_json_object
-from penstock.formats.rwkv_cpp import is_rwkv_cpp
-from penstock.formats.ternary import is_ternary
 
 FAMILIES: Registry[Callable[[], ModelFamily], None] = Registry("model family")
 """`model_type` of config.json -> ModelFamily."""
@@ -242,6 +236,8 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
         config = read_json_object(model / "config.json")
         return open_folder(model, names, config, find_family(config))
     if gguf:
+        from penstock.families.gguf.files import open_gguf_folder  # forty modules that other formats have no use of
+
         return open_gguf_folder(model, names, find_family)
     if any(name.startswith("pytorch_model") for name in names):
         refusal = pickle_refusal(model, names)
@@ -254,6 +250,8 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
     if marked:
         name, opens = marked[0]
         return opens(model / name, names)
+    from penstock.families.llama2c import open_llama2c_folder
+
     return open_llama2c_folder(model, names)
 
 
@@ -355,14 +353,23 @@ def _open_file(path: Path) -> Checkpoint:
         refusal = pickle_refusal(path.parent, [path.name]) if path.name.startswith("pytorch_model") else None
         if refusal is not None:
             raise refusal
+        from penstock.families.llama2c import open_llama2c_file
+
         return (_by_magic(path) or open_llama2c_file)(path, _listing(path.parent))
     if path.suffix == ".gguf":
+        from penstock.families.gguf.files import open_gguf_file
+
         return open_gguf_file(path, find_family)
     raise ModelError(f"{quoted(path)} is a file; name the folder it is in, or a .gguf or .bin file")
 
 
 def _by_magic(path: Path) -> Callable[[Path, list[str]], Checkpoint] | None:
     """What opens a .bin file that says what it is; files of llama2.c do not."""
+    from penstock.families.rwkv_cpp import open_rwkv_cpp_file
+    from penstock.families.ternary import open_ternary_file
+    from penstock.formats.rwkv_cpp import is_rwkv_cpp
+    from penstock.formats.ternary import is_ternary
+
     if is_rwkv_cpp(path):
         return open_rwkv_cpp_file
     return open_ternary_file if is_ternary(path) else None
