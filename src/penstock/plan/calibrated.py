@@ -61,12 +61,13 @@ class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `penstock sim calibrate` writes: everything that a simulation of this model on this machine needs.
 
-    `spec_hash`: identity of the model's shape. `settings`: those of the engine that was measured, by name, but for the
-    model. `kv_bytes`: of its pool. `copy_bytes_per_s`: between pool and tier, one way, from the device's data.
+    `spec`: the model's shape, so that nothing else of it need be there. `settings`: those of the engine that was
+    measured, by name, where they are not the defaults. `kv_bytes`: of its pool. `copy_bytes_per_s`: between pool and
+    tier, one way, from the device's data.
     """
 
     model: str
-    spec_hash: str
+    spec: ModelSpec
     settings: dict[str, Any]
     machine: Machine
     kv_bytes: int
@@ -79,11 +80,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def settings_hash(self) -> str:
         return digest(msgspec.json.encode(self.settings, order="sorted")).hex()
-
-
-def spec_hash(spec: ModelSpec) -> str:
-    """Equal for models whose steps cost the same: of every field of the spec."""
-    return digest(msgspec.json.encode(spec, order="sorted")).hex()
 
 
 class CalibratedTimer:
@@ -112,9 +108,8 @@ class CalibratedTimer:
         """Seconds from the end of the step before to the end of a step of this shape."""
         t, b, c, p, r = shape
         row, context, pair, logit = self._costs
-        i = min((t - 1).bit_length(), len(self._at) - 1) if t > 1 else min(t, 0)
-        while i + 1 < len(self._at) and t > KNOTS[i + 1]:
-            i += 1
+        # KNOTS double from 1 on, so the number of bits says between which two of them t is.
+        i = min((t - 1).bit_length(), len(self._at) - 1) if t > 1 else 0
         total = self._at[i] + (t - KNOTS[i]) * self.curve.token_s[i] + b * row + c * context + p * pair
         return total + self.curve.head_s + r * logit if r else total
 
@@ -203,7 +198,7 @@ def load(path: str | Path) -> Calibration:
 
 def check_spec(calibration: Calibration, spec: ModelSpec, path: str) -> None:
     """Raises ConfigError if it was measured on a model of another shape."""
-    if spec_hash(spec) != calibration.spec_hash:
+    if spec != calibration.spec:
         raise ConfigError(
             f"device: {path} was measured on {calibration.model}, and this model has another shape; calibrate it with "
             "penstock sim calibrate, or leave --model away",
