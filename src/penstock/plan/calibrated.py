@@ -93,7 +93,9 @@ class CalibratedTimer:
     def __init__(self, curve: StepCurve, copy_bytes_per_s: float) -> None:
         costs = [curve.base_s, *curve.token_s, curve.row_s, curve.context_s, curve.pair_s, curve.head_s, curve.logit_s]
         if not all(isfinite(cost) and cost >= 0 for cost in costs):
-            raise ConfigError("the step times of this file are damaged: a cost is negative or not finite; calibrate anew")
+            raise ConfigError(
+                "the step times of this file are damaged: a cost is negative or not finite; calibrate anew"
+            )
         if not (isfinite(copy_bytes_per_s) and copy_bytes_per_s > 0) or not 0 < len(curve.token_s) <= len(KNOTS):
             raise ConfigError("the step times of this file are damaged: a rate or a stretch is missing; calibrate anew")
         self.curve = curve
