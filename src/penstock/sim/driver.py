@@ -137,10 +137,13 @@ def simulate(
 ) -> SimResult:
     """Run a workload to its end through an idle engine that lives on `clock`.
 
-        Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
-        refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
-    XX
-        Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and a virtual `clock`.
+    Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
+    refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
+    it costs about as much as the simulation itself. `progress` is called every few hundred steps. `real`: the executor
+    computes, so prompts are lists, and the tokens are kept (`SimResult.tokens`). `samples` collects (shape, seconds)
+    of every step, from the end of the one before if nobody waited in between, if one step is in flight at a time.
+
+    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
     return _Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
 

@@ -109,6 +109,19 @@ class Workload:
             description=f"{self.description}; arrival rate x {factor:g}",
         )
 
+    def resized(self, factor: float) -> Workload:
+        """The same requests with lengths times `factor`, at least 1 token; what they share shrinks or grows with
+        them."""
+
+        def source() -> Iterator[TimedRequest]:
+            for r in self.source():
+                lengths = (min(MAX_TOKENS, max(1, round(n * factor))) for n in (r.num_prompt, r.num_output))
+                num_prompt, num_output = lengths
+                yield replace(r, num_prompt=num_prompt, num_output=num_output)
+
+        block = max(1, round(self.block_tokens * factor))
+        return replace(self, source=source, block_tokens=block, description=f"{self.description}; lengths x {factor:g}")
+
     def timed(self, times: Callable[[], Iterator[float]], what: str) -> Workload:
         """The same requests in the same order, arriving at other times. `what` describes them."""
 
