@@ -44,8 +44,8 @@ def calibration_of(engine: Engine, config: EngineConfig, fitted: list[Sample], h
     timer = CalibratedTimer(fit(fitted), copy_bytes_per_s)
     return Calibration(
         model=Path(config.model.model).name, spec=engine.spec, settings=_given(_decided(engine, config)),
-        machine=machine, kv_bytes=engine.plan.kv_bytes, curve=timer.curve, copy_bytes_per_s=copy_bytes_per_s, num_samples=len(fitted),
-        errors=errors_of(timer, held), version=__version__,
+        machine=machine, kv_bytes=engine.plan.kv_bytes, curve=timer.curve, copy_bytes_per_s=copy_bytes_per_s,
+        num_samples=len(fitted), errors=errors_of(timer, held), version=__version__,
     )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from typing import cast
 
 import numpy as np
@@ -145,10 +147,12 @@ def simulate(
 
     Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
-    return _Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
+    return Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
 
 
-class _Run:
+class Run:
+    """One engine and the requests that it is offered."""
+
     def __init__(
         self, core: EngineCore, clock: Clock, workload: Workload, limits: SimLimits, label: str, digests: bool,
         real: bool, samples: list[Sample] | None,
@@ -172,59 +176,70 @@ class _Run:
         self.samples = samples
         self.ended_s: float | None = None
         """When the step ended behind which nothing was waited for."""
+        self.ended_last = self.steps = 0
+        """Requests that the last step ended; steps."""
+        self.last_arrival_s = -inf
+        self.progress: Callable[[Progress], None] | None = None
+        self.wall = MonotonicClock()
+        self.began_s = self.wall.now()
         self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
         self.tap = StepTap(core, self.timeline, digests=digests, shapes=samples is not None, inner=core.recorder)
 
     def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
-        wall = MonotonicClock()
-        began_s = wall.now()
+        """The whole workload."""
+        with self.listening(progress):
+            for request in self.workload:
+                self.advance(self.start_s + request.arrival_s)
+                self.offer(request)
+            self.advance(None)
+        return self.result()
+
+    @contextmanager
+    def listening(self, progress: Callable[[Progress], None] | None = None) -> Iterator[None]:
+        """While requests are offered and time passes."""
+        self.progress = progress
         outer, self.core.recorder = self.core.recorder, self.tap
         try:
-            arrivals = iter(self.workload)
-            upcoming = next(arrivals, None)
-            steps = 0
-            while True:
-                upcoming = self._arrive(upcoming, arrivals)
-                if self.core.has_work:
-                    self._step(upcoming)
-                    steps += 1
-                    if progress is not None and steps % _PROGRESS_STEPS == 0:
-                        progress(self._progress(wall.now() - began_s))
-                elif upcoming is None:
-                    break
-                else:
-                    self._wait(self.start_s + upcoming.arrival_s)
+            yield
         finally:
             self.core.recorder = outer
         self.tap.measure()
         if progress is not None:
-            progress(self._progress(wall.now() - began_s))
-        return self._result(wall.now() - began_s)
+            progress(self._progress())
+
+    def advance(self, to_s: float | None) -> None:
+        """Step until nothing is left to do, or until `to_s` on the clock, which a last step may go beyond."""
+        while self.core.has_work and (to_s is None or self.clock.now() < to_s):
+            self._step(to_s)
+            self.steps += 1
+            if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
+                self.progress(self._progress())
+        if to_s is not None and self.clock.now() < to_s:
+            self._wait(to_s)
+
+    def offer(self, request: TimedRequest) -> None:
+        """Hand in a request whose time has come, or refuse it. Raises InputError if it comes before the last one."""
+        if request.arrival_s < self.last_arrival_s:
+            raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
+        self.last_arrival_s = request.arrival_s
+        self.arrived += 1
+        fitting = self._fit(request)
+        if fitting is not None:
+            self._add(fitting)
+
+    def num_unfinished(self, now_s: float) -> int:
+        """Requests that were offered and have not ended by `now_s`; what a step beyond that ends counts."""
+        return len(self.live) + (self.ended_last if self.clock.now() > now_s else 0)
 
     def _wait(self, time_s: float) -> None:
         self.ended_s = None
         self.clock.wait_until(time_s)
 
-    def _progress(self, wall_s: float) -> Progress:
-        return Progress(
-            self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s, wall_s
-        )
+    def _progress(self) -> Progress:
+        tokens, now_s = self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s
+        return Progress(self.arrived, self.done, tokens, now_s, self.wall.now() - self.began_s)
 
     # -- arrivals ------------------------------------------------------------------------------------------------
-
-    def _arrive(self, upcoming: TimedRequest | None, arrivals: Iterator[TimedRequest]) -> TimedRequest | None:
-        """Hand in everything whose time has come; returns the first request whose time has not."""
-        now_s = self.clock.now() - self.start_s
-        while upcoming is not None and upcoming.arrival_s <= now_s:
-            self.arrived += 1
-            fitting = self._fit(upcoming)
-            if fitting is not None:
-                self._add(fitting)
-            previous_s = upcoming.arrival_s
-            upcoming = next(arrivals, None)
-            if upcoming is not None and upcoming.arrival_s < previous_s:
-                raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
-        return upcoming
 
     def _fit(self, request: TimedRequest) -> TimedRequest | None:
         limits = self.limits
@@ -277,7 +292,7 @@ class _Run:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self, upcoming: TimedRequest | None) -> None:
+    def _step(self, next_s: float | None) -> None:
         moved, computed, before_s = self.tap.num_moves, self.tap.num_computed, self.clock.now()
         outputs = self.core.step()
         now_s = self.clock.now()
@@ -292,11 +307,12 @@ class _Run:
         if self.samples is not None and self.tap.num_moves == moved + 2:
             self.samples.append((self.tap.shape, now_s - (before_s if self.ended_s is None else self.ended_s)))
         self.ended_s = now_s
+        self.ended_last = self.done - done_before
         if not self.core.has_work:
             self.tap.measure()
         if self.tap.num_moves == moved and not outputs:
             # A policy may hold everybody back until somebody else comes, but not for ever.
-            times = [] if upcoming is None else [self.start_s + upcoming.arrival_s]
+            times = [] if next_s is None else [next_s]
             if self.core.scheduler.wake_s is not None:
                 times.append(self.core.scheduler.wake_s)
             if not times:
@@ -344,7 +360,8 @@ class _Run:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _result(self, wall_s: float) -> SimResult:
+    def result(self) -> SimResult:
+        """What has been seen."""
         means = self.timeline.mean_levels()
         first_s = self.first_arrival_s or 0.0
         requests = self.columns.finished()
@@ -368,7 +385,7 @@ class _Run:
             stats=since(self.core.stats, self.before),
             span_s=last_s - first_s,
             busy_s=self.tap.busy_s,
-            wall_s=wall_s,
+            wall_s=self.wall.now() - self.began_s,
             digest=self.tap.digest,
             skipped_lines=self.workload.broken.count,
             hits={name: n - self.hits_before[name] for name, n in hits_by_tier(self.core.kv).items()},
