@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.sim_output import check_folders
-from penstock.cli.sim_workload import add_workload, count, positive
+from penstock.cli.sim_output import check_folders, write
+from penstock.cli.sim_workload import add_workload, count, positive, workload_of
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
@@ -68,10 +68,11 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def _measure(config: EngineConfig, seconds: float, longest: int, seed: int) -> Calibration:
-    from penstock.sim.calibrate import collect
+    from penstock.sim.calibrate import collect, plain
     from penstock.sim.calibrated import calibration_of
     from penstock.sim.real import real_engine
 
+    config = plain(config)
     with real_engine(config) as engine, _measuring() as show:
         fitted, held = collect(engine, seconds=seconds, longest=longest, seed=seed, progress=show)
         return calibration_of(engine, config, fitted, held)
@@ -94,7 +95,64 @@ def _measuring() -> Iterator[Callable[[float, int], None] | None]:
 
 def compare(args: argparse.Namespace) -> int:
     """Every policy on the real engine, then simulated; prints both. Returns the exit status."""
-    raise NotImplementedError
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from penstock.base.errors import InputError
+    from penstock.config import from_args
+    from penstock.config.load import given_by
+    from penstock.plan.calibrated import load
+    from penstock.report.tables import table
+    from penstock.sched.policy import make_policy
+    from penstock.sim.fidelity import fidelity
+    from penstock.sim.report import html_page
+
+    check_folders(args.out, args.json)
+    if args.limit is None and args.duration is None and not (args.trace or "synthetic:").startswith("synthetic:"):
+        raise InputError("on the real engine a trace takes its own time: say --limit N or --duration S", param="limit")
+    workload = workload_of(args)
+    config = from_args(args)
+    policies = _policies(args.policies) or [config.scheduler.scheduling_policy]
+    for policy in policies:
+        make_policy(policy)
+    given = {name: one.value for name, one in given_by(args).items() if name != "model"}
+    console = Console()
+    with console.status("starting") as status:
+        found = fidelity(
+            config, given, policies, workload, steps=None if args.steps is None else load(args.steps),
+            seconds=args.minutes * 60, truncate=args.truncate, say=status.update,
+        )  # fmt: skip
+    shown = table(("policy", "figure", "measured", "simulated", "ratio"), title=workload.description, left=2, box=True)
+    for line in found.lines:
+        cells = f"{line.measured:.4g}", f"{line.simulated:.4g}", f"{line.ratio:.3f}"
+        shown.add_row(line.policy, line.figure, *cells)
+    console.print(shown)
+    errors = found.steps.errors
+    console.print(f"steps that were not fitted to: error {errors.median:.1%} (median), their sum {errors.total:+.1%}")
+    console.print(f"the figure that is furthest off is off by {found.worst:.1%}")
+    if args.json is not None:
+        lines = [asdict(line) | {"ratio": line.ratio} for line in found.lines]
+        about = {"model": found.steps.model, "workload": workload.description, "worst": found.worst}
+        write(args.json, json.dumps(about | {"steps": _plain(errors), "lines": lines}, indent=1) + "\n")
+    if args.out is not None:
+        write(args.out, html_page(found.runs, title=f"{workload.name}: {found.steps.model}, measured and simulated"))
+    return 0
+
+
+def _plain(errors: Any) -> dict[str, float]:
+    import msgspec
+
+    found: dict[str, float] = msgspec.to_builtins(errors)
+    return found
+
+
+def _policies(text: str | None) -> list[str]:
+    """Names may have knobs, which have commas; policies with knobs are told apart by spaces."""
+    if text is None:
+        return []
+    return text.split() if " " in text or ":" in text else [name for name in text.split(",") if name]
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"calibrate": calibrate, "compare": compare}
