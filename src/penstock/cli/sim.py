@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import sim_measured
 from penstock.cli.sim_output import Bar, check_folders, write
-from penstock.cli.sim_workload import add_workload, positive, share, workload_of
+from penstock.cli.sim_workload import add_workload, count, positive, share, workload_of
 
 if TYPE_CHECKING:
     from penstock.core.model_spec import ModelSpec
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--disk-rates", metavar="RATES", help="of the simulated disk of --kv-offload: read=2e9,write=1e9,seconds=1e-4 "
         "(bytes/s, and seconds for each file besides)",
     )  # fmt: skip
+    add_replicas(parser)
     goal = parser.add_argument_group("what is good, and where the results go")
     goal.add_argument("--ttft-slo-s", type=positive, default=1.0, metavar="S", help="limit of TTFT (default: 1)")
     goal.add_argument("--tpot-slo-s", type=positive, default=0.1, metavar="S", help="limit of TPOT (default: 0.1)")
@@ -81,6 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.type = _several(action.type)  # type: ignore[arg-type]
 
 
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several engines")
+    group.add_argument("--replicas", type=count, metavar="N", help="so many engines behind a router")
+    group.add_argument(
+        "--router", choices=("round-robin", "least-requests", "prefix"), default="round-robin",
+        help="who gets a request (default: round-robin). prefix: who got others that begin like it; least-requests: who "
+        "has fewest, for which all run in one process",
+    )  # fmt: skip
+    group.add_argument("--processes", type=count, metavar="N", help="that simulate (default: one for each core)")
+
+
 def sim(args: argparse.Namespace) -> int:
     """Run every combination of the settings given as lists. Returns the exit status."""
     from penstock.base.errors import InputError
@@ -94,6 +106,8 @@ def sim(args: argparse.Namespace) -> int:
         raise InputError("--device names what is simulated, for example --device h100-sxm", param="device")
     workload = workload_of(args)
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
+    if args.replicas is not None and args.disk_rates is not None:
+        raise InputError("--disk-rates is of one engine's folder; leave it away with --replicas", param="replicas")
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = _planned(args)
     if args.find_rate is not None:
@@ -222,12 +236,18 @@ def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimR
     from dataclasses import replace
 
     from penstock.executor.sim_files import SimFolder
+    from penstock.plan.probe import probe
+    from penstock.sim.replicas import Replicas
     from penstock.sim.store import parse_rates
 
     config, plan = service.config, service.plan
     folder = None if args.disk_rates is None else SimFolder(parse_rates(args.disk_rates))
     with Bar(service.label, workload.num_requests) as bar:
-        result = service.run(workload, truncate=args.truncate, folder=folder, progress=bar.show)
+        if args.replicas is None:
+            result = service.run(workload, truncate=args.truncate, folder=folder, progress=bar.show)
+        else:
+            group = Replicas(service, args.replicas, args.router, args.processes or probe().num_cores)
+            result = group.run(workload, truncate=args.truncate, progress=bar.show)
     settings = {
         "model": config.model.model,
         "device": service.device_name,
@@ -249,6 +269,8 @@ def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimR
         "preemption_mode": config.scheduler.preemption_mode,
         "swap_space, GiB": config.cache.swap_space,
         "kv_offload": config.cache.kv_offload,
+        "replicas": args.replicas or 1,
+        "router": args.router if args.replicas else "none",
         "steps in flight": config.execution.depth,
     }
     return replace(result, settings=settings, decisions=plan.decisions)

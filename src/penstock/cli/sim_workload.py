@@ -43,6 +43,7 @@ def add_workload(parser: argparse.ArgumentParser) -> Any:
     load.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
     load.add_argument("--duration", type=positive, metavar="S", help="only what arrives in the first S seconds")
     load.add_argument("--scale-rate", type=positive, metavar="X", help="requests arrive X times as fast")
+    load.add_argument("--repeat", type=count, metavar="N", help="the whole trace N times in a row")
     load.add_argument("--scale-lengths", type=positive, metavar="X", help="prompts and outputs are X times as long")
     load.add_argument(
         "--arrivals",
@@ -85,6 +86,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
         workload = workload.timed(seeded(parse(args.arrivals), args.sim_seed), args.arrivals)
     elif not workload.has_times:
         raise InputError(f"{args.trace}: has lengths but no times; add for example --arrivals poisson:rate=2")
+    if args.repeat is not None:
+        workload = workload.repeated(args.repeat)
     if args.scale_lengths is not None:
         workload = workload.resized(args.scale_lengths)
     if args.scale_rate is not None:

@@ -109,6 +109,27 @@ class Workload:
             description=f"{self.description}; arrival rate x {factor:g}",
         )
 
+    def repeated(self, times: int) -> Workload:
+        """The same again and again, each time behind the last arrival by what lies between two on average. What is
+        shared is shared over all of them."""
+        if times < 1:
+            raise InputError(f"repeat must be at least 1, not {times}", param="repeat")
+
+        def source() -> Iterator[TimedRequest]:
+            offset_s = last_s = 0.0
+            for _ in range(times):
+                number = 0
+                for r in self.source():
+                    last_s = r.arrival_s + offset_s
+                    number += 1
+                    yield replace(r, arrival_s=last_s)
+                offset_s = last_s + (last_s - offset_s) / max(1, number - 1)
+
+        known = None if self.num_requests is None else self.num_requests * times
+        return replace(
+            self, source=source, num_requests=known, description=f"{self.description}; {times} times in a row"
+        )
+
     def resized(self, factor: float) -> Workload:
         """The same requests with lengths times `factor`, at least 1 token; what they share shrinks or grows with
         them."""
