@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import sim_measured
+from penstock.cli import sim_measured, sim_search
 from penstock.cli.sim_output import Bar, check_folders, write
 from penstock.cli.sim_workload import add_workload, count, positive, share, workload_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SPEC = "llama-3.1-8b"
 MAX_RUNS = 32
-ACTIONS = sim_measured.ACTIONS
+ACTIONS = {"calibrate": sim_measured.calibrate, "compare": sim_measured.compare, "search": sim_search.search}
 
 
 def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     kinds = parser.add_subparsers(dest="sim_action", metavar="{calibrate,compare,search}", required=False)
     sim_measured.add_arguments(kinds)
+    sim_search.add_arguments(kinds)
     parser.add_argument(
         "--device", dest="simulated_device", metavar="NAME|FILE",
         help="the simulated device, for example h100-sxm, or a file that penstock sim calibrate has written",
@@ -87,8 +88,8 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replicas", type=count, metavar="N", help="so many engines behind a router")
     group.add_argument(
         "--router", choices=("round-robin", "least-requests", "prefix"), default="round-robin",
-        help="who gets a request (default: round-robin). prefix: who got others that begin like it; least-requests: who "
-        "has fewest, for which all run in one process",
+        help="who gets a request (default: round-robin). prefix: who got others that begin like it; least-requests: "
+        "who has fewest, for which all run in one process",
     )  # fmt: skip
     group.add_argument("--processes", type=count, metavar="N", help="that simulate (default: one for each core)")
 
@@ -200,9 +201,9 @@ def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], Servic
     if is_calibration(args.simulated_device):
         measured = load(args.simulated_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
-            check_spec(measured, _spec(args)[0], args.simulated_device)
+            check_spec(measured, find_model(args)[0], args.simulated_device)
         return on_measured
-    spec, name = _spec(args)
+    spec, name = find_model(args)
     device = find_device(args.simulated_device)
     return on_device
 
@@ -217,7 +218,8 @@ def _labelled(key: str, value: Any) -> str:
     return str(value) if isinstance(value, str) else f"{short.get(key, key.replace('_', ' '))} {value}"
 
 
-def _spec(args: argparse.Namespace) -> tuple[ModelSpec, str]:
+def find_model(args: argparse.Namespace) -> tuple[ModelSpec, str]:
+    """The model that --model or --spec names, and its name. Raises ConfigError, ModelError."""
     from penstock.base.errors import ConfigError
     from penstock.families.registry import read_spec
     from penstock.sim.specs import find_spec

@@ -153,6 +153,3 @@ def _policies(text: str | None) -> list[str]:
     if text is None:
         return []
     return text.split() if " " in text or ":" in text else [name for name in text.split(",") if name]
-
-
-ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"calibrate": calibrate, "compare": compare}
