@@ -143,7 +143,7 @@ def simulate(
     refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
     it costs about as much as the simulation itself. `progress` is called every few hundred steps. `real`: the executor
     computes, so prompts are lists, and the tokens are kept (`SimResult.tokens`). `samples` collects (shape, seconds)
-    of every step, from the end of the one before if nobody waited in between, if one step is in flight at a time.
+    of every step, from the moment it was due (the end of the one before, or of a wait), with one step in flight.
 
     Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
@@ -174,8 +174,8 @@ class Run:
         self.lists = real or core.recorder is not None
         self.tokens: list[list[int]] | None = [] if real else None
         self.samples = samples
-        self.ended_s: float | None = None
-        """When the step ended behind which nothing was waited for."""
+        self.due_s = self.start_s
+        """When the next step was due to begin: the last one's end, or the end of a wait."""
         self.ended_last = self.steps = 0
         """Requests that the last step ended; steps."""
         self.last_arrival_s = -inf
@@ -232,7 +232,7 @@ class Run:
         return len(self.live) + (self.ended_last if self.clock.now() > now_s else 0)
 
     def _wait(self, time_s: float) -> None:
-        self.ended_s = None
+        self.due_s = time_s  # who sleeps for longer is late for the step
         self.clock.wait_until(time_s)
 
     def _progress(self) -> Progress:
@@ -293,7 +293,7 @@ class Run:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, next_s: float | None) -> None:
-        moved, computed, before_s = self.tap.num_moves, self.tap.num_computed, self.clock.now()
+        moved, computed = self.tap.num_moves, self.tap.num_computed
         outputs = self.core.step()
         now_s = self.clock.now()
         for request_id, started_s in self.tap.started:
@@ -305,8 +305,8 @@ class Run:
         counts = (num_tokens, self.tap.num_computed - computed, 0, self.done - done_before)
         self.timeline.count(now_s - self.start_s, counts)
         if self.samples is not None and self.tap.num_moves == moved + 2:
-            self.samples.append((self.tap.shape, now_s - (before_s if self.ended_s is None else self.ended_s)))
-        self.ended_s = now_s
+            self.samples.append((self.tap.shape, now_s - self.due_s))
+        self.due_s = now_s
         self.ended_last = self.done - done_before
         if not self.core.has_work:
             self.tap.measure()
