@@ -73,29 +73,21 @@ LAZY = MeasuredTimer(
 
 
 def test_with_the_real_steps_times_a_simulation_is_what_happened() -> None:
-    """The same schedule and the same times: what is left of an error is in the prediction of a step alone.
-
-    The load never lets the engine sleep, from which it may wake late. Between the end of a step and the look at the
-    clock somebody may arrive, for whom the simulation is a step early: hence three tries.
-    """
-    load = from_list("busy", [TimedRequest(max(0, k - 3) * 0.003, 20 + 9 * k % 70, 6 + k % 7) for k in range(16)])
-    for _ in range(3):
-        samples: list[Sample] = []
-        with real_engine(CONFIG) as engine:
-            real = run_on(engine, load, samples=samples)
-            clock, timer = VirtualClock(), Recorded(samples)
-            core = build_sim(CONFIG, engine.spec, engine.plan, LAZY, clock)
-            core.executor = SimExecutor(timer, clock, vocab_size=engine.spec.vocab_size)
-            limits = limits_of(engine)
-        assert len(samples) == real.stats.num_steps
-        played = simulate(core, clock, load, limits)
-        if timer.differing == 0:
-            break
+    """The same schedule and the same times: what is left of an error is in the prediction of a step alone."""
+    load = LOAD.limited(12)
+    samples: list[Sample] = []
+    with real_engine(CONFIG) as engine:
+        real = run_on(engine, load, samples=samples)
+        clock, timer = VirtualClock(), Recorded(samples)
+        core = build_sim(CONFIG, engine.spec, engine.plan, LAZY, clock)
+        core.executor = SimExecutor(timer, clock, vocab_size=engine.spec.vocab_size)
+        limits = limits_of(engine)
+    assert len(samples) == real.stats.num_steps
+    played = simulate(core, clock, load, limits)
     assert timer.differing == 0, "another schedule"
     ours, theirs = real.requests, played.requests
     for name in ("scheduled_s", "first_token_s", "finish_s", "num_output", "cached", "preemptions"):
-        # Where a request starts is read a moment after the step before has ended.
-        close = 0.01 if name == "scheduled_s" else 1e-6
+        close = 0.1 if name == "scheduled_s" else 1e-6  # read when a step begins, which is late if one has slept
         assert np.allclose(getattr(ours, name), getattr(theirs, name), rtol=0, atol=close), name
     assert np.allclose(np.repeat(real.gaps_s, real.gap_counts), np.repeat(played.gaps_s, played.gap_counts), atol=1e-6)
 

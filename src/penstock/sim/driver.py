@@ -208,13 +208,17 @@ class Run:
             progress(self._progress())
 
     def advance(self, to_s: float | None) -> None:
-        """Step until nothing is left to do, or until `to_s` on the clock, which a last step may go beyond."""
-        while self.core.has_work and (to_s is None or self.clock.now() < to_s):
+        """Step until nothing is left to do, or until `to_s` on the clock, which a last step may go beyond.
+
+        What counts is when the next step is due: on the machine's clock, a request that comes in the microseconds until
+        it begins waits for the one after it, as in a simulation.
+        """
+        while self.core.has_work and (to_s is None or self.due_s < to_s):
             self._step(to_s)
             self.steps += 1
             if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
                 self.progress(self._progress())
-        if to_s is not None and self.clock.now() < to_s:
+        if to_s is not None and self.due_s < to_s:
             self._wait(to_s)
 
     def offer(self, request: TimedRequest) -> None:
