@@ -48,6 +48,14 @@ def make_policy(name: str) -> SchedulingPolicy:
     return policy
 
 
+def make_offline_policy(name: str) -> SchedulingPolicy:
+    """The same for offline work (`sched.offline`). Raises ConfigError about `offline_policy`."""
+    try:
+        return make_policy(name)
+    except ConfigError as error:
+        raise ConfigError(f"offline_policy: {error}", field="offline_policy") from None
+
+
 def _knobs(build: Any, kind: str, given: str) -> dict[str, Any]:
     """`a=1,b=x` as constructor arguments; the type of each is that of its default."""
     known = {p.name: p.default for p in signature(build).parameters.values()}
