@@ -102,6 +102,7 @@ class Scheduler:
         seq.status = Status.WAITING
         if seq.request.calls:
             self.pauses.entered(seq)
+        self.pauses.watches |= seq.offline
         insort(self.waiting, seq, key=self.policy.key)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

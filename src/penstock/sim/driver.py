@@ -232,6 +232,7 @@ class _Run:
                 max_tokens=request.num_output,
                 priority=request.priority,
                 arrival_s=self.start_s + request.arrival_s,
+                offline_s=request.offline_s,
             )
         )
         self.timeline.count(request.arrival_s, (0, 0, 1, 0))

@@ -31,7 +31,7 @@ class TimedRequest:
         tenant, session: labels; "" if there is none.
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
-        priority: as in `Request`.
+        priority, offline_s: as in `Request`.
     """
 
     arrival_s: float
@@ -41,6 +41,7 @@ class TimedRequest:
     session: str = ""
     blocks: tuple[int, ...] = ()
     priority: int = 0
+    offline_s: float | None = None
 
 
 @dataclass
