@@ -67,6 +67,8 @@ class Played:
     num_evicted_blocks: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
+    rows: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """(first token, tokens) of every row, by request id."""
     stats: EngineStats = field(default_factory=EngineStats)
 
     def ttft_s(self, load: Seq[Request]) -> list[float]:
@@ -133,6 +135,9 @@ def play(
 
     def watch(output: SchedulerOutput) -> None:
         played.steps.append((clock.now(), output.num_tokens))
+        for row in output.scheduled:
+            name = core._sequences[row.seq_id].request.request_id
+            played.rows.setdefault(name, []).append((row.start, row.num_tokens))
         played.slots.step(len(scheduler.running), len(scheduler.waiting), new_batch=was_running == 0)
         submit(output)
 
