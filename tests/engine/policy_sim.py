@@ -39,6 +39,9 @@ class LinearTimer:
     def step_s(self, shape: StepShape) -> float:
         return self.base_s + self.token_s * shape.num_tokens
 
+    def step_s_of(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * num_tokens
+
     def copy_s(self, num_bytes: int) -> float:
         return num_bytes / 1e10
 
@@ -186,7 +189,7 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def ask(rng: random.Random, arrival_s: float, prompt_len: int, num_out: int, **kw: int) -> Request:
+def ask(rng: random.Random, arrival_s: float, prompt_len: int, num_out: int, **kw: Any) -> Request:
     """A request of random tokens, nothing shared."""
     return request(prompt(rng, prompt_len), max_tokens=num_out, arrival_s=arrival_s, **kw)
 
