@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from penstock.core.batch import ScheduledRow, SchedulerOutput
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.record import Recorder, replay
@@ -140,6 +141,60 @@ def test_A18_memory_and_places_are_given_up_at_once() -> None:
     for one in (*off, on):
         assert collector.requests[one.request_id].tokens[0] == generate(fake_logits, one)[0]
     assert_idle(core)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_A18_short_memory_is_as_short_for_online_requests_as_without_offline_work(seed: int) -> None:
+    """What the newest of them sets aside, and how often one has to leave for another, is as it were alone."""
+    on, off = both(seed, 80)
+    tight = MACHINE | {"num_blocks": 120}
+    alone, beside = play("fcfs", on, **tight), play("fcfs", merged(on, off), offline="fcfs", **tight)
+    ratio = sum(beside.ttft_s(on)) / sum(alone.ttft_s(on))
+    print(ratio, alone.num_preemptions, beside.num_preemptions, beside.stats.num_offline_preemptions)
+    assert beside.num_preemptions - beside.stats.num_offline_preemptions <= alone.num_preemptions
+    assert beside.stats.num_offline_preemptions > 0
+    assert ratio < 1.03
+
+
+def test_no_more_offline_sequences_hold_memory_than_can_run() -> None:
+    """25 tokens fit into a step alone; who has no part in one should not hold blocks either."""
+    rng = random.Random(6)
+    off = [ask(rng, 0.0, 16, 200, offline_s=NEVER_DUE) for _ in range(64)]
+    played = play("fcfs", off, offline="fcfs", **(MACHINE | {"max_num_seqs": 64}))
+    assert 20 <= played.stats.peak_running <= 26
+
+
+def test_samples_are_of_the_class_of_the_first() -> None:
+    """Who is due before it forks has samples that are online, too."""
+    core, _ = fake_engine(Knobs(num_blocks=64, block_size=4, budget=16, max_num_seqs=4))
+    core.add(request([5] * 6, max_tokens=6, n=2, offline_s=0.0))
+    while len(core.scheduler.running) < 2:
+        core.step()
+    assert not any(seq.offline for seq in core.scheduler.running)
+    drain(core, Collector())
+
+
+def test_a_step_is_no_larger_than_what_is_known_of_the_pace() -> None:
+    """Durations that fall with the number of tokens (noise) say nothing of ten times as many."""
+    core, _ = fake_engine(Knobs(num_blocks=64, block_size=4, budget=4096, max_num_seqs=4))
+    core.add(request([5] * 6, max_tokens=6, offline_s=NEVER_DUE))
+    drain(core, Collector())
+    pace, policy = core.scheduler.pauses.pace, core.scheduler.offline
+    assert policy is not None
+    for tokens, seconds in [(8, 0.02), (9, 0.019)] * 100:
+        pace.observe(_step(tokens), seconds, [1])
+        core.stats.num_scheduled_tokens += tokens
+        policy.begin_step(0.0, core.kv)
+    assert (pace.tokens_within(0.1) or 0) > 100
+    assert policy._alone() == 18
+    for tokens, seconds in [(10, 0.02), (20, 0.03)] * 100:
+        pace.observe(_step(tokens), seconds, [1])
+    assert pace.tokens_within(0.1) in (89, 90)
+    assert pace.tokens_within(0.0) == 0
+
+
+def _step(num_tokens: int) -> SchedulerOutput:
+    return SchedulerOutput(step=0, scheduled=[ScheduledRow(0, 0, num_tokens, 1)])
 
 
 def test_A18_what_offline_work_had_waits_in_the_tier_behind() -> None:

@@ -17,7 +17,7 @@ from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
-from penstock.sched.offline import WithOffline, online
+from penstock.sched.offline import WithOffline
 from penstock.sched.pauses import Pauses, tokens_left
 from penstock.sched.preempt import prefers_swap
 from penstock.sched.promise import may_promise
@@ -199,7 +199,7 @@ class Scheduler:
         rows: dict[int, tuple[Sequence, ScheduledRow]] = {}
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
-        preempted = forced = blocked = False  # forced: somebody online was preempted
+        preempted = blocked = False
         # Whoever is in flight cannot make room for others.
         promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.pauses.begin_step(now_s)
@@ -253,7 +253,7 @@ class Scheduler:
             if seq.status is Status.WAITING:
                 if seq.held:
                     continue
-                if blocked or (preempted if seq.offline else forced) or len(self.running) >= self.max_num_seqs:
+                if blocked or preempted or len(self.running) >= self.max_num_seqs:
                     blocked = True
                     continue
                 n = self._admit(seq, budget)
@@ -280,11 +280,11 @@ class Scheduler:
                         # fits by admission control) or a step in flight still works on it.
                         if seq.num_inflight == 0 and (len(self.running) > 1):
                             self._preempt_in_step(seq, rows)
-                            preempted, forced = True, forced or not seq.offline
+                            preempted = True
                         n = 0
                         break
                     budget += self._preempt_in_step(victim, rows)
-                    preempted, forced = True, forced or not victim.offline
+                    preempted = True
                 if n == 0:
                     continue
             else:
@@ -319,7 +319,7 @@ class Scheduler:
             else:
                 self.wake_s = self.pauses.wake_s(now_s)
             return None
-        if not forced:
+        if not preempted:
             self.reserve.step()
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
 
@@ -370,8 +370,7 @@ class Scheduler:
         width = max(seq.request.n, seq.request.beam.beam_width if seq.request.beam else 1)
         if not self.running:
             return seq.num_known
-        others = self.running if seq.offline else self.running[: online(self.running)]
-        aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(others, seq)
+        aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
         coming = self.kv.selections.coming(self.running) * self.block_size
         return seq.num_known + max(width * self.block_size, aside) + coming
 
@@ -428,7 +427,7 @@ class Scheduler:
         """Preempt, taking back what this step had given the victim. Returns the tokens won back for the budget."""
         taken = rows.pop(victim.seq_id, None)
         if not victim.offline:
-            self.reserve.forced_out(self.running[: online(self.running)])
+            self.reserve.forced_out(self.running)
         self.preempt(victim)
         return taken[1].num_tokens + taken[1].num_drafts if taken else 0
 
