@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from itertools import product
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +20,7 @@ TIMER = LinearTimer(0.05, 0.002)
 BLOCK = 16
 
 
-def batch(seed: int, num_groups: int = 20, size: int = 12) -> list[Request]:
+def batch(seed: int, num_groups: int = 16, size: int = 9) -> list[Request]:
     """Groups of prompts with a beginning of 10 blocks, half of them with one of 3 more in every third; some that share
     nothing. Shuffled, and some groups generate fifteen times what others do."""
     rng = random.Random(seed)
@@ -32,7 +32,7 @@ def batch(seed: int, num_groups: int = 20, size: int = 12) -> list[Request]:
             own = prompt(rng, rng.choice([16, 40, 80]))
             ids = top + (deep if i % 3 == 0 else []) + own
             load.append(request(ids, max_tokens=max(2, int(rng.choice([20, 40, 60]) * much)), arrival_s=0.0))
-    load += [ask(rng, 0.0, rng.choice([50, 200]), rng.choice([10, 100])) for _ in range(30)]
+    load += [ask(rng, 0.0, rng.choice([50, 200]), rng.choice([10, 100])) for _ in range(20)]
     rng.shuffle(load)
     return load
 
@@ -56,9 +56,9 @@ def computed_twice(played: Played, load: list[Request]) -> int:
     return again
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_A19_no_shared_prefix_is_computed_twice_and_the_batch_ends_sooner(seed: int) -> None:
-    """A cache of 150 blocks, a working set of 260 for the beginnings alone. Against order of arrival with an LRU cache:
+    """A cache of 150 blocks, a working set of 208 for the beginnings alone. Against order of arrival with an LRU cache:
     nothing of what a group shares is computed again, and the makespan is shorter. It is that of depth-first order, which
     finds as much, or less where memory leaves room for decodes beside prompts."""
     load = batch(seed)
@@ -67,7 +67,7 @@ def test_A19_no_shared_prefix_is_computed_twice_and_the_batch_ends_sooner(seed: 
     again = {name: computed_twice(played, load) for name, played in found.items()}
     print(spans, again, {name: round(played.hit_rate, 3) for name, played in found.items()})
     assert again["batchllm"] == 0
-    assert again["fcfs"] > 20 * 160, "the cache holds all of it"
+    assert again["fcfs"] > 16 * 160, "the cache holds all of it"
     assert spans["batchllm"] < 0.75 * spans["fcfs"]
     assert spans["batchllm"] < 1.01 * spans["cache-aware:order=dfs"]
     roomy = {name: run(name, load, 400).makespan_s for name in ("cache-aware:order=dfs", "batchllm")}
@@ -93,7 +93,7 @@ def test_A19_a_round_takes_nobody_in_so_nobody_starves() -> None:
     """Who comes later and would go first is in the next round, behind all of this one."""
     rng = random.Random(3)
     patient = [request(prompt(rng, 320), max_tokens=4, arrival_s=0.0) for _ in range(30)]
-    pushy = [request(prompt(rng, 20), max_tokens=60, arrival_s=0.3 + 0.1 * i) for i in range(300)]
+    pushy = [request(prompt(rng, 20), max_tokens=60, arrival_s=0.3 + 0.1 * i) for i in range(120)]
     played = play("batchllm", patient + pushy, budget=256, max_num_seqs=8, num_blocks=400, timer=TIMER)
     last = max(played.first_s[r.request_id] for r in patient)
     ahead = sum(played.first_s[r.request_id] < last for r in pushy)
@@ -118,12 +118,21 @@ def test_A19_groups_save_as_much_as_any_choice_of_one_level(seed: int) -> None:
         n = group.num_shared
         assert len({tuple(s.token_ids[:n]) for s in group.members}) == 1
     best = 0
-    for parts in product(range(6), repeat=6):
-        made = defaultdict(list)
-        for seq, part in zip(sequences, parts, strict=True):
-            made[part].append(seq)
-        best = max(best, saving([(len(m), _shared(m)) for m in made.values()]))
+    for parts in _partitions(sequences):
+        best = max(best, saving([(len(part), _shared(part)) for part in parts]))
     assert saving([(len(g.members), g.num_shared) for g in groups]) == best
+
+
+def _partitions(sequences: list[Sequence]) -> Iterator[list[list[Sequence]]]:
+    """All 203 of six."""
+    if not sequences:
+        yield []
+        return
+    first, rest = sequences[0], sequences[1:]
+    for parts in _partitions(rest):
+        yield [[first], *parts]
+        for i, part in enumerate(parts):
+            yield [*parts[:i], [first, *part], *parts[i + 1 :]]
 
 
 def _shared(members: list[Sequence]) -> int:
