@@ -114,7 +114,7 @@ def _close(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_close(one[name], other[name]) for name in one)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_close, one, other))
-    return bool(one == pytest.approx(other, rel=1e-5)) if isinstance(one, float) else bool(one == other)
+    return bool(one == pytest.approx(other, rel=1e-5, abs=1e-6)) if isinstance(one, float) else bool(one == other)
 
 
 def test_scores_and_ranks_in_a_batch(client: openai.OpenAI) -> None:
