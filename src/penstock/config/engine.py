@@ -276,8 +276,8 @@ class SchedulerConfig(Section):
     )
     offline_step_ms: float = setting(
         100.0,
-        "Offline work is cut so that a step of it alone takes no longer, in milliseconds: so long at most does an "
-        "online request wait for it, for each step in flight.",
+        "Offline work is cut so that a step of it alone takes no longer, in milliseconds, or no longer than two of one "
+        "token: so long at most does an online request wait for it, for each step in flight.",
         above=0.0,
     )
     offline_slowdown: float = setting(

@@ -5,8 +5,9 @@ policy of their own, and take no more than this:
 
 - while a prompt of an online request waits or is computed: nothing;
 - beside online decodes: so many tokens that the step takes `slowdown` longer at most;
-- alone: so many that the step takes `step_s` at most. So long at most does an online request that comes then wait for
-  the end of a step that it has no part in (for each step that may be in flight).
+- alone: so many that the step takes `step_s` at most, or as long as two of one token if that is longer (a shorter one
+  would have few tokens for its time). So long at most does an online request that comes then wait for the end of a step
+  that it has no part in (for each step that may be in flight).
 
 What tokens take is measured (`sched.pace`), so a replay decides the same. Places and memory of offline work belong to
 whoever comes online: the newest gives way, at once. Its full blocks stay in the prefix cache, and in the tiers behind
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from penstock.core.protocols import SchedulingPolicy
     from penstock.sched.pauses import Pauses
 
+SHORTEST = 2
+"""Steps of one token that a step alone may always be as long as."""
 LOOK_S = 1.0
 """How often offline work is looked through for whose time as such is over."""
 GROWTH, FORGETTING = 2, 0.98
@@ -134,7 +137,8 @@ class WithOffline:
     def _alone(self) -> int:
         if self.queues is None:
             return NEVER
-        most = self.queues.pauses.pace.tokens_within(self._step_s)
+        pace = self.queues.pauses.pace
+        most = pace.tokens_within(max(self._step_s, SHORTEST * pace.compute_s(1)))
         return self.queues.block_size if most is None else self._known(most)
 
     def _known(self, most: int) -> int:
