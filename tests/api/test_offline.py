@@ -114,7 +114,7 @@ def test_A18_a_batch_runs_behind_online_requests(live: LiveServer, sdk: openai.O
     assert gate.num_waiting == 0, "offline work is no load to those who come"
     text = httpx.get(live.url + "/metrics").text
     assert _value(text, "penstock:offline_tokens_total") > 0
-    assert 'penstock:num_offline_requests{' in text
+    assert "penstock:num_offline_requests{" in text
     sdk.batches.cancel(made.id)
     until(lambda: sdk.batches.retrieve(made.id).status == "cancelled", "it is not cancelled")
 

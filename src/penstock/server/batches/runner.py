@@ -214,7 +214,14 @@ class BatchRunner:
     def _launch(self, claim: Claim, tenant: Tenant) -> None:
         batch_id = claim.record.batch.id
         active = self._active[batch_id] = BatchWork(
-            self._server, self._store, self._folder, claim, tenant, self._asker(tenant, claim.record.batch), self._gate, self._slots
+            self._server,
+            self._store,
+            self._folder,
+            claim,
+            tenant,
+            self._asker(tenant, claim.record.batch),
+            self._gate,
+            self._slots,
         )
         active.task = asyncio.create_task(active.run(), name=batch_id)
         active.task.add_done_callback(partial(self._over, batch_id))
@@ -232,7 +239,9 @@ class BatchRunner:
         offline_until = batch.created_at + OFFLINE_SHARE * ((batch.expires_at or batch.created_at) - batch.created_at)
 
         def ask(path: str, body: bytes, request_id: str) -> asyncio.Task[Answer]:
-            return asyncio.ensure_future(post(app, path, body, tenant, request_id, max(0.0, offline_until - self._wall_s())))
+            return asyncio.ensure_future(
+                post(app, path, body, tenant, request_id, max(0.0, offline_until - self._wall_s()))
+            )
 
         return ask
 
