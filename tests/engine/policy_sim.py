@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.base.clock import VirtualClock
 from penstock.core.batch import SchedulerOutput
 from penstock.core.cache_spec import group_layers
+from penstock.core.events import EngineStats
 from penstock.core.model_spec import cache_spec
 from penstock.core.request import Request
 from penstock.core.step_shape import StepShape
@@ -16,6 +18,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
 from penstock.kv.manager import KVManager
 from penstock.sched.adapters import WithAdapters
+from penstock.sched.offline import WithOffline
 from penstock.sched.policy import make_policy
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sched.scheduler import Scheduler
@@ -35,6 +38,9 @@ class LinearTimer:
 
     def step_s(self, shape: StepShape) -> float:
         return self.base_s + self.token_s * shape.num_tokens
+
+    def step_s_of(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * num_tokens
 
     def copy_s(self, num_bytes: int) -> float:
         return num_bytes / 1e10
@@ -64,6 +70,9 @@ class Played:
     num_evicted_blocks: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
+    rows: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """(first token, tokens) of every row, by request id."""
+    stats: EngineStats = field(default_factory=EngineStats)
 
     def ttft_s(self, load: Seq[Request]) -> list[float]:
         return [self.first_s[r.request_id] - r.arrival_s for r in load]
@@ -99,18 +108,25 @@ def play(
     timer: LinearTimer | None = None,
     hooks: bool = True,
     max_adapters: int = 0,
+    offline: str = "",
+    step_s: float = 0.1,
+    slowdown: float = 0.1,
+    **more: Any,
 ) -> Played:
     """Serve `load` (sorted by arrival_s) to its end; every request must end. `max_adapters`: that run at once, if any
-    are served."""
+    are served. `offline`: the policy of offline work, whose steps alone take `step_s`, and beside others a share of
+    `slowdown` longer; without one it is as all other. `more`: of the KV manager."""
     timer = timer or LinearTimer()
     clock = VirtualClock()
     groups = group_layers([cache_spec(layer, "float32") for layer in spec(slots=False).layers])
-    kv = KVManager(groups, [num_blocks], block_size, prefix_cache=prefix_cache, eviction=eviction)
-    orders = make_policy(policy)
+    kv = KVManager(groups, [num_blocks], block_size, prefix_cache=prefix_cache, eviction=eviction, **more)
+    orders: Any = make_policy(policy)
+    behind = WithOffline(orders, make_policy(offline), step_s=step_s, slowdown=slowdown) if offline else None
+    orders = behind or orders
     if max_adapters:
         orders = placed = WithAdapters(orders, max_adapters)
     scheduler = (Scheduler if hooks else HooklessScheduler)(
-        kv, orders, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size
+        kv, orders, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, offline=behind
     )
     if max_adapters:
         placed.queues = scheduler
@@ -122,6 +138,9 @@ def play(
 
     def watch(output: SchedulerOutput) -> None:
         played.steps.append((clock.now(), output.num_tokens))
+        for row in output.scheduled:
+            name = core._sequences[row.seq_id].request.request_id
+            played.rows.setdefault(name, []).append((row.start, row.num_tokens))
         played.slots.step(len(scheduler.running), len(scheduler.waiting), new_batch=was_running == 0)
         submit(output)
 
@@ -152,6 +171,7 @@ def play(
     played.num_preemptions = core.stats.num_preemptions
     played.num_tokens = core.stats.num_scheduled_tokens
     played.busy_s = executor.busy_s
+    played.stats = core.stats
     return played
 
 
@@ -169,7 +189,7 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def ask(rng: random.Random, arrival_s: float, prompt_len: int, num_out: int, **kw: int) -> Request:
+def ask(rng: random.Random, arrival_s: float, prompt_len: int, num_out: int, **kw: Any) -> Request:
     """A request of random tokens, nothing shared."""
     return request(prompt(rng, prompt_len), max_tokens=num_out, arrival_s=arrival_s, **kw)
 

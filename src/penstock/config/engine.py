@@ -270,6 +270,23 @@ class SchedulerConfig(Section):
         "wastes least memory over time, by measured pace.",
         choices=("auto", "preserve", "discard", "swap"),
     )
+    offline_policy: str = setting(
+        "fcfs",
+        "Who is served first of offline work (batches, background responses, service_tier flex): a scheduling_policy.",
+    )
+    offline_step_ms: float = setting(
+        100.0,
+        "Offline work is cut so that a step of it alone takes no longer, in milliseconds, or no longer than two of one "
+        "token: so long at most does an online request wait for it, for each step in flight.",
+        above=0.0,
+    )
+    offline_slowdown: float = setting(
+        0.1,
+        "How much longer a step in which online requests decode may take because of offline work: 0.1 is a tenth. 0: "
+        "offline work runs only while nothing else does.",
+        minimum=0.0,
+        maximum=10.0,
+    )
     schedule_conservativeness: float = setting(
         1.0,
         "How much of what running requests may still generate is kept free when another one enters (SGLang's name). "

@@ -94,6 +94,9 @@ class EngineStats(ExpertCounts):
     """Times that more memory was taken for KV; `num_kv_refusals`: times that there was too little."""
     num_kv_refusals: int = 0
     num_recomputed_tokens: int = 0
+    num_offline_tokens: int = 0
+    """Of `num_scheduled_tokens`, those of offline work; `num_offline_preemptions`: times that some had to give way."""
+    num_offline_preemptions: int = 0
     num_kv_events: int = 0
     """Events of KV blocks for subscribers; `num_dropped_kv_events`: those of them that found the queue full."""
     num_dropped_kv_events: int = 0

@@ -80,7 +80,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     `step` counts steps; `time_s` is the monotonic clock of the machine. Counters are `core.events.EngineStats`' names.
     `memory_bytes`: bytes by subsystem ("weights", "prefix_tree", ...; "kv" is what was taken for KV, "kv_limit" what it
-    may take). KV numbers are blocks of all groups.
+    may take). KV numbers are blocks of all groups. Who waits as offline work is in `num_offline_waiting` alone; who runs
+    as such is one of `num_running`, too.
     """
 
     time_s: float = 0.0
@@ -89,6 +90,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
+    num_offline_running: int = 0
+    num_offline_waiting: int = 0
     kv_total: int = 0
     kv_used: int = 0
     kv_evictable: int = 0

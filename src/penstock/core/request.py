@@ -93,6 +93,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         modules: where the texts end with which the prompt begins and each of which is computed by itself
             (`kv.modules`): whole blocks, at least one token less than the prompt. `taint` says so (`module_taint`).
         recompute: share of the tokens of modules behind the first, 0 to 1, that is computed again in the whole context.
+        offline_s: for so many seconds from its arrival it is offline work, which runs in what others leave
+            (`sched.offline`); then it is as they are. None: it never is.
     """
 
     request_id: str
@@ -120,6 +122,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     keeper: str = ""
     modules: list[int] = []
     recompute: float = 0.0
+    offline_s: float | None = None
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""

@@ -50,6 +50,7 @@ class Sequence:
         held: beam member that waits for its siblings, or sample for a tool; or it was only to bring its blocks.
         num_calls: calls of tools that have ended.
         next_selection: tokens computed at which what it keeps is chosen next. Belongs to `kv`.
+        offline: it is offline work (`sched.offline`), and its time as such is not over.
         names, claim: names of its blocks in a store, as far as they are known, and what it could go on with from there.
             Memos of `kv`.
     """
@@ -57,7 +58,7 @@ class Sequence:
     __slots__ = (
         "arrival", "block_keys", "claim", "cumulative_logprob", "first_cached", "held", "index", "load", "names",
         "next_selection", "node", "num_cached", "num_calls", "num_computed", "num_inflight", "num_preemptions",
-        "prompt_len", "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped", "tables",
+        "offline", "prompt_len", "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped", "tables",
         "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
@@ -82,6 +83,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
+        self.offline = request.offline_s is not None
         self.num_calls = 0
         self.next_selection = NEVER
         self.scheduled_s: float | None = None

@@ -18,6 +18,7 @@ from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
 from penstock.kv.tier_facts import counters_of, tiers_of
+from penstock.sched.offline import online
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
@@ -36,13 +37,17 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
     """How a core is doing now. Cheap enough for ten times a second."""
     stats = core.kv.stats()
     scheduler = core.scheduler
+    waiting, running = scheduler.waiting, scheduler.running
+    num_online = online(waiting)
     return EngineSnapshot(
         time_s=core.clock.now(),
         step=core.stats.num_steps,
         step_s=step_s,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting) + core.swapping.num_aside,
-        waiting_tokens=sum(seq.num_known for seq in scheduler.waiting),
+        num_running=len(running),
+        num_waiting=num_online + core.swapping.num_aside,
+        waiting_tokens=sum(seq.num_known for seq in waiting[:num_online]),
+        num_offline_running=len(running) - online(running),
+        num_offline_waiting=len(waiting) - num_online,
         kv_total=sum(g.total for g in stats.groups),
         kv_used=sum(g.used for g in stats.groups),
         kv_evictable=sum(g.evictable for g in stats.groups),

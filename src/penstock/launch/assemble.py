@@ -35,7 +35,8 @@ from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
-from penstock.sched.policy import make_policy
+from penstock.sched.offline import WithOffline
+from penstock.sched.policy import make_offline_policy, make_policy
 from penstock.sched.scheduler import Scheduler
 from penstock.weights.load import fingerprint
 
@@ -243,7 +244,11 @@ def engine_core(
         pin_share=config.cache.kv_pin_share,
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
-    policy = make_policy(config.scheduler.scheduling_policy)
+    policy: Any = make_policy(config.scheduler.scheduling_policy)
+    policy = offline = WithOffline(
+        policy, make_offline_policy(config.scheduler.offline_policy),
+        step_s=config.scheduler.offline_step_ms / 1000, slowdown=config.scheduler.offline_slowdown,
+    )  # fmt: skip
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 
@@ -262,6 +267,7 @@ def engine_core(
         pause_mode=config.scheduler.pause_mode,
         conservativeness=config.scheduler.schedule_conservativeness,
         drafts=drafts or make_controller(config, timer),
+        offline=offline,
     )
     if config.lora.enable_lora:
         placed.queues = scheduler

@@ -16,7 +16,7 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.plugins import load_plugins
 from penstock.ops.attention import ATTENTION_BACKENDS, DEVICE_ATTENTION
-from penstock.sched.policy import make_policy
+from penstock.sched.policy import make_offline_policy, make_policy
 from penstock.select import KV_SELECTORS
 
 
@@ -31,6 +31,7 @@ def check_names(config: EngineConfig) -> None:
     CHECKPOINT_RULES.target(config.cache.slot_checkpoint_rule)
     KV_MANAGERS.target(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
+    make_offline_policy(config.scheduler.offline_policy)
     place = config.execution.device
     if not re.fullmatch(r"auto|cpu|cpu-torch|cuda(:\d{1,3})?", place):
         raise ConfigError(f"device: {place!r} is none of auto, cpu, cuda, cuda:N, cpu-torch", field="device")

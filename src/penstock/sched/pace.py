@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 FORGETTING = 0.98
 """What a step counts less than the one behind it: some fifty are remembered."""
 ENOUGH = 8
+MOST = 1 << 16
+"""Tokens of a step, more than any has."""
 
 
 class StepPace:
@@ -52,6 +54,18 @@ class StepPace:
         if self._num_steps < ENOUGH:
             return 0.0 if self._timer is None else self._timer.step_s(EMPTY.plus(0, num_tokens))
         return max(0.0, self._line(num_tokens))
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """How many tokens a step may have so that it takes no longer; None: nothing is known yet."""
+        if self._num_steps < ENOUGH and self._timer is None:
+            return None
+        low, high = 0, 1
+        while high < MOST and self.compute_s(high) <= seconds:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.compute_s(middle) <= seconds else (low, middle)
+        return low
 
     def copy_s(self, num_bytes: int) -> float:
         """Seconds to copy so many bytes one way."""

@@ -78,6 +78,7 @@ class Pauses:
         mode: `preserve`, `discard`, `swap`, or `auto`, the way that wastes least.
         chosen: calls by what became of their cache, since start.
         pace: what steps and copies have taken.
+        watches: somebody wants to know the pace.
     """
 
     def __init__(self, scheduler: Queues, timer: StepTimer | None, mode: str = "auto") -> None:
@@ -88,7 +89,7 @@ class Pauses:
         self._calling: dict[int, Sequence] = {}
         """Sequences that have calls before them, or are in one."""
         self._pauses: dict[int, OpenCall] = {}
-        self._watches = False
+        self.watches = False
 
     def entered(self, seq: Sequence) -> None:
         """A sequence is queued."""
@@ -144,7 +145,7 @@ class Pauses:
         that nobody else's text goes on from? Kept they leave last until then; copied they go down a tier at once,
         dropped they leave first. Mutates: the prefix cache."""
         kv = self._scheduler.kv
-        self._watches = True
+        self.watches = True
         entry = kv.hints.find(namespace, tokens)
         if entry is None or not kv.hints.num_alone(entry):
             return
@@ -171,7 +172,7 @@ class Pauses:
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         """What a step took: `result` is in the log of a run, so that a replay decides the same."""
-        if self._calling or self._watches:
+        if self._calling or self.watches:
             self.pace.observe(output, result.duration_s, self._scheduler.kv.swaps.page_bytes)
 
 

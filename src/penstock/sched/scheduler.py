@@ -17,6 +17,7 @@ from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
+from penstock.sched.offline import WithOffline
 from penstock.sched.pauses import Pauses, tokens_left
 from penstock.sched.preempt import prefers_swap
 from penstock.sched.promise import may_promise
@@ -58,6 +59,7 @@ class Scheduler:
         prefill_step_s: float = 1.0,
         stats: EngineStats | None = None,
         drafts: DraftController | None = None,
+        offline: WithOffline | None = None,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -77,6 +79,10 @@ class Scheduler:
         self.stats = stats or EngineStats()
         self.drafts = drafts
         """How much to draft; None: the rank has no drafter."""
+        self.offline = offline
+        """What keeps offline work behind the rest (a part of `policy`); None: it is as all other."""
+        if offline is not None:
+            offline.queues = self
         self.wake_s: float | None = None
         """Set while somebody waits and nothing runs because of the policy, or of the machine's memory."""
         self.waiting: list[Sequence] = []
@@ -96,11 +102,13 @@ class Scheduler:
         seq.status = Status.WAITING
         if seq.request.calls:
             self.pauses.entered(seq)
+        self.pauses.watches |= seq.offline
         insort(self.waiting, seq, key=self.policy.key)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` as a copy of `parent`'s cache. Without room for it, it queues and is recomputed."""
         self.stats.num_forks += 1
+        child.offline = parent.offline
         roomy = len(self.running) < self.max_num_seqs and parent.status is Status.RUNNING
         if roomy and parent.seq_id in self._on_rank and self.kv.fork(parent, child):
             child.status = Status.RUNNING
@@ -134,6 +142,7 @@ class Scheduler:
         """
         self.running.remove(seq)
         self.stats.num_preemptions += 1
+        self.stats.num_offline_preemptions += seq.offline
         num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
         # A pooled vector needs every position's hidden state again, not its cache.
@@ -293,6 +302,8 @@ class Scheduler:
                 return self._emit(step, rows, added, 0)
             if not idle:
                 return None
+            if self.offline is not None and self.offline.give_way():
+                return self.schedule(step, idle=idle, now_s=now_s)
             held = [s for s in self.running if s.held]
             if held and self._stuck():
                 # Beams that only wait for a sibling may hold the memory this sibling needs. They have their
@@ -337,8 +348,9 @@ class Scheduler:
                 victim = self.policy.displaced(self.running, seq)
                 if victim is None:
                     return
-                if seq.seq_id in self._claimed:
+                if seq.seq_id in self._claimed or victim.offline > seq.offline:
                     self.preempt(victim)
+                    continue
                 self._claimed.add(seq.seq_id)  # from now on it does not count what others have set aside
 
     def _is_short(self, seq: Sequence, ahead: int) -> bool:
@@ -363,7 +375,7 @@ class Scheduler:
         return seq.num_known + max(width * self.block_size, aside) + coming
 
     def _step_limit_s(self) -> float:
-        return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
+        return self.decode_step_s if any(s.is_decoding for s in self.running if not s.offline) else self.prefill_step_s
 
     def _stuck(self) -> bool:
         return any(not s.held for s in self.waiting) or any(s.lag > 0 and not s.held for s in self.running)
@@ -414,7 +426,8 @@ class Scheduler:
     def _preempt_in_step(self, victim: Sequence, rows: dict[int, tuple[Sequence, ScheduledRow]]) -> int:
         """Preempt, taking back what this step had given the victim. Returns the tokens won back for the budget."""
         taken = rows.pop(victim.seq_id, None)
-        self.reserve.forced_out(self.running)
+        if not victim.offline:
+            self.reserve.forced_out(self.running)
         self.preempt(victim)
         return taken[1].num_tokens + taken[1].num_drafts if taken else 0
 
@@ -429,6 +442,7 @@ class Scheduler:
                 self._on_rank.add(seq.seq_id)
         for seq, row in rows.values():
             seq.num_inflight += row.num_tokens
+            self.stats.num_offline_tokens += row.num_tokens if seq.offline else 0
         self._ahead.look(self.waiting)
         tables, page_ops = self.kv.drain()
         forked, removed, appended = self._forked, self._removed, self._appended

@@ -70,7 +70,8 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
+    `slo_tpot_s`: seconds that a token after the first should take on average. `offline_s`: for so long it is offline
+    work; None: it is not. `default_max_tokens`: how many tokens
     are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
     what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
     request has brought and the engine has computed, so that admission does not count them again.
@@ -82,6 +83,7 @@ class Call:
     endpoint: str
     tenant: Tenant = ANYONE
     priority: int = 0
+    offline_s: float | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None

@@ -194,6 +194,8 @@ class Service:
             await hook(call)
         await self._encode_bad_words(call)
         request = self._request(call)
+        if call.offline_s is not None:
+            request = msgspec.structs.replace(request, offline_s=call.offline_s)
         if call.tenant is not ANYONE:
             keeper = f"kv_group:{call.tenant.kv_group}" if shares(call) else ""
             request = msgspec.structs.replace(

@@ -283,6 +283,7 @@ class Run:
                 max_tokens=request.num_output,
                 priority=request.priority,
                 arrival_s=self.start_s + request.arrival_s,
+                offline_s=request.offline_s,
                 tenant=request.tenant,
                 weight=request.weight,
                 slo_tpot_s=request.slo_tpot_s,

@@ -32,7 +32,7 @@ class TimedRequest:
         tenant, session: labels; "" if there is none.
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
-        priority, tenant, weight, slo_tpot_s, calls: as in `Request`; expected: its `expected_tokens`.
+        priority, tenant, weight, slo_tpot_s, calls, offline_s: as in `Request`; expected: its `expected_tokens`.
     """
 
     arrival_s: float
@@ -46,6 +46,7 @@ class TimedRequest:
     slo_tpot_s: float | None = None
     expected: int = 0
     calls: tuple[ApiCall, ...] = ()
+    offline_s: float | None = None
 
 
 @dataclass

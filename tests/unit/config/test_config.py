@@ -75,6 +75,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable_hierarchical_cache": False, "kv_offload": "none", "kv_offload_format": "plain",
         "kv_load_policy": "auto", "kv_fetch_ahead": 0.25, "warm_grammars": False, "kv_offload_eviction": "lru",
         "kv_offload_secret_file": None, "kv_pin_share": 0.1, "kv_events_config": None,
+        "offline_policy": "fcfs", "offline_step_ms": 100.0, "offline_slowdown": 0.1,
         "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None, "plugin": None,
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import SchedulingPolicy
 
 POLICIES: Registry[Callable[..., SchedulingPolicy], None] = Registry("scheduling_policy")
+POLICIES.add("batchllm", "penstock.sched.policy.batchllm:BatchLLM")
 POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
 POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
 POLICIES.add("fair", "penstock.sched.policy.fair:Fair")
@@ -46,6 +47,14 @@ def make_policy(name: str) -> SchedulingPolicy:
             field=POLICIES.what,
         )
     return policy
+
+
+def make_offline_policy(name: str) -> SchedulingPolicy:
+    """The same for offline work (`sched.offline`). Raises ConfigError about `offline_policy`."""
+    try:
+        return make_policy(name)
+    except ConfigError as error:
+        raise ConfigError(f"offline_policy: {error}", field="offline_policy") from None
 
 
 def _knobs(build: Any, kind: str, given: str) -> dict[str, Any]:

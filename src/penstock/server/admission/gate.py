@@ -46,17 +46,20 @@ DOWN_S = 10.0
 BEAM_COST = 2
 """A beam looks at twice its width of continuations per token."""
 MAX_RETRY_S = 600.0
+OFFLINE_OVER_SLOTS = 8
+"""Of offline work so many times the slots may be there beyond the length of the queue: lines of batches."""
 
 
 @dataclass(eq=False)
 class Admitted:
-    """A request that was taken on. `cost`: tokens it may come to, weighted; `reserved`: of its tenant's tokens."""
+    """A request that was taken on. `offline`: as offline work, which is no load to others. `cost`: tokens it may come to, weighted; `reserved`: of its tenant's tokens."""
 
     tenant: Tenant
     num_prompt: int
     width: int
     reserved: int
     arrival_s: float
+    offline: bool = False
     stream: Stream | None = None
     started: bool = False
 
@@ -159,6 +162,7 @@ class Gate:
         self._loads: dict[str, Load] = {}
         self._concurrent: Counter[str] = Counter()
         self._buckets: dict[str, Bucket] = {}
+        self._num_offline = 0
         self._looked_s = 0.0
         self._down_since_s: float | None = None
         self._next_place_s = 0.0
@@ -183,8 +187,12 @@ class Gate:
                 "cost", 429, f"the request may come to {cost} tokens (prompt, n, beams, max_tokens and logprobs "
                 f"counted), and this server takes on {self._max_tokens} at once; ask for less",
             )  # fmt: skip
-        self._check_queue(tenant, num_prompt, 0)
-        wait_s = self._wait_s(tenant, width_of(request))
+        offline = request.offline_s is not None
+        if offline:
+            self._check_offline()
+        else:
+            self._check_queue(tenant, num_prompt, 0)
+        wait_s = 0.0 if offline else self._wait_s(tenant, width_of(request))
         limit_s = self._config.max_queue_wait
         if limit_s and wait_s > limit_s:
             raise self._refusal(
@@ -194,7 +202,7 @@ class Gate:
         self._check_deadline(call, num_prompt, wait_s)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
-        entry = Admitted(tenant, num_prompt, width_of(request), cost, now)
+        entry = Admitted(tenant, num_prompt, width_of(request), cost, now, offline)
         self._add(request.request_id, entry)
         return lambda: self._end(request.request_id, entry)
 
@@ -263,6 +271,15 @@ class Gate:
         ):
             raise self._refusal(
                 "queue_tokens", 429, f"prompts of {total.waiting_tokens} tokens are waiting already; try again later",
+                self._place_s(), "queue_full",
+            )  # fmt: skip
+
+    def _check_offline(self) -> None:
+        """Offline work waits behind all other, in a line of its own, as long as that of the others may be."""
+        most = self._config.max_num_queued_reqs
+        if most and self._num_offline >= most + OFFLINE_OVER_SLOTS * self._slots:
+            raise self._refusal(
+                "queue_full", 429, f"{self._num_offline} requests are waiting as offline work already; try again later",
                 self._place_s(), "queue_full",
             )  # fmt: skip
 
@@ -392,19 +409,24 @@ class Gate:
     def _add(self, request_id: str, entry: Admitted) -> None:
         self.num_admitted += 1
         self._entries[request_id] = self._unstarted[request_id] = entry
+        self._concurrent[entry.tenant.name] += 1
+        if entry.offline:
+            self._num_offline += 1
+            return
         own = self._loads.setdefault(entry.tenant.name, Load())
         own.weight = entry.tenant.weight
         for load in (own, self._all):
             load.waiting += 1
             load.waiting_seqs += entry.width
             load.waiting_tokens += entry.num_prompt
-        self._concurrent[entry.tenant.name] += 1
 
     def _start(self, request_id: str, entry: Admitted) -> None:
         if entry.started:
             return
         entry.started = True
         self._unstarted.pop(request_id, None)
+        if entry.offline:
+            return
         for load in (self._loads[entry.tenant.name], self._all):
             load.waiting -= 1
             load.waiting_seqs -= entry.width
@@ -417,10 +439,13 @@ class Gate:
         del self._entries[request_id]
         self._start(request_id, entry)
         name = entry.tenant.name
-        for load in (self._loads[name], self._all):
-            load.running_seqs -= entry.width
-        if self._loads[name].live == 0:
-            del self._loads[name]
+        if entry.offline:
+            self._num_offline -= 1
+        else:
+            for load in (self._loads[name], self._all):
+                load.running_seqs -= entry.width
+            if self._loads[name].live == 0:
+                del self._loads[name]
         self._let_go(name)
         final = None if entry.stream is None else entry.stream.final
         if final is None:

@@ -1,4 +1,4 @@
-"""Batches, as work of low priority: only slots that nobody else wants. Their state is on disk (`folder`): a
+"""Batches, as offline work, which runs in what other requests leave (`sched.offline`). Their state is on disk (`folder`): a
 restart goes on, and so does any other server of the same folder."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.server.batches.disk import through
 from penstock.server.batches.files import FileStore
 from penstock.server.batches.folder import BATCH_ID, FINAL, BatchFolder, Claim, Record
 from penstock.server.batches.lines import ENDPOINTS
-from penstock.server.batches.work import BatchWork, LowGate
+from penstock.server.batches.work import BatchWork, EngineGate
 from penstock.server.call import ANYONE, Tenant
 from penstock.server.context import Server
 from penstock.server.schema.batches import BatchObject, BatchRequest, RequestCounts
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 log = logging.getLogger("penstock.server")
-BATCH_PRIORITY = 1_000_000
-"""Smaller goes first; requests that say nothing have 0."""
+OFFLINE_SHARE = 0.75
+"""The part of its completion window in which a batch is offline work; what is left then is served as all other is."""
 MAX_RUNNING = 4
 MAX_UNFINISHED = 64
 """Per tenant."""
@@ -53,7 +53,7 @@ class BatchRunner:
         self._app: ASGIApp | None = None
         self._active: dict[str, BatchWork] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
-        self._gate = LowGate(server)
+        self._gate = EngineGate(server)
         self._watching: asyncio.Task[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -214,7 +214,14 @@ class BatchRunner:
     def _launch(self, claim: Claim, tenant: Tenant) -> None:
         batch_id = claim.record.batch.id
         active = self._active[batch_id] = BatchWork(
-            self._server, self._store, self._folder, claim, tenant, self._asker(tenant), self._gate, self._slots
+            self._server,
+            self._store,
+            self._folder,
+            claim,
+            tenant,
+            self._asker(tenant, claim.record.batch),
+            self._gate,
+            self._slots,
         )
         active.task = asyncio.create_task(active.run(), name=batch_id)
         active.task.add_done_callback(partial(self._over, batch_id))
@@ -224,12 +231,17 @@ class BatchRunner:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("batch %s stopped", batch_id, exc_info=error)
 
-    def _asker(self, tenant: Tenant) -> Callable[[str, bytes, str], asyncio.Future[Answer] | asyncio.Task[Answer]]:
+    def _asker(
+        self, tenant: Tenant, batch: BatchObject
+    ) -> Callable[[str, bytes, str], asyncio.Future[Answer] | asyncio.Task[Answer]]:
         app = self._app
         assert app is not None
+        offline_until = batch.created_at + OFFLINE_SHARE * ((batch.expires_at or batch.created_at) - batch.created_at)
 
         def ask(path: str, body: bytes, request_id: str) -> asyncio.Task[Answer]:
-            return asyncio.ensure_future(post(app, path, body, tenant, request_id, BATCH_PRIORITY))
+            return asyncio.ensure_future(
+                post(app, path, body, tenant, request_id, max(0.0, offline_until - self._wall_s()))
+            )
 
         return ask
 

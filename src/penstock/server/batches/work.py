@@ -24,35 +24,30 @@ from penstock.server.transport.inner import Answer
 
 log = logging.getLogger("penstock.server")
 Ask = Callable[[str, bytes, str], Awaitable[Answer]]
+SLOTS_AHEAD = 4
+"""Lines in the engine at once, in its slots."""
 _RETRY_S = (0.25, 5.0)  # first and longest wait for a disk
 
 
-class LowGate:
-    """Lets a line in only while the engine has slots left that nobody waits for."""
+class EngineGate:
+    """Lets lines in while the engine takes any, so many at once that it can choose among them which share prefixes."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         info = server.client.info
-        self._slots = info.max_num_seqs if info is not None and info.max_num_seqs else 8
-        # A quarter of the slots stays free, so that whoever comes now starts at the next step.
-        self.most = max(1, self._slots * 3 // 4)
+        slots = info.max_num_seqs if info is not None and info.max_num_seqs else 8
+        self.most = SLOTS_AHEAD * slots
         self._num = 0
         self._changed = asyncio.Event()
 
     def gone(self) -> bool:
         return self._server.client.state in ("failed", "stopped")
 
-    def is_quiet(self) -> bool:
-        client = self._server.client
-        return (
-            client.state in ("ready", "asleep")
-            and not self._server.service.draining
-            and client.snapshot.num_waiting == 0
-            and client.num_live < self._slots
-        )
+    def is_open(self) -> bool:
+        return self._server.client.state in ("ready", "asleep") and not self._server.service.draining
 
     async def enter(self) -> None:
-        while self._num >= self.most or not self.is_quiet():
+        while self._num >= self.most or not self.is_open():
             if self.gone():
                 raise EngineError("the engine is gone")
             self._changed.clear()
@@ -71,7 +66,7 @@ class BatchWork:
 
     def __init__(
         self, server: Server, store: FileStore, folder: BatchFolder, claim: Claim, tenant: Tenant,
-        ask: Ask, low: LowGate, slots: asyncio.Semaphore,
+        ask: Ask, low: EngineGate, slots: asyncio.Semaphore,
     ) -> None:  # fmt: skip
         self.record, self.tenant = claim.record, tenant
         self.task: asyncio.Task[None] | None = None

@@ -62,6 +62,8 @@ _ENGINE_COUNTERS = (
     ("engine_steps", "Steps of the engine.", "num_steps", OURS),
     ("scheduled_tokens", "Tokens computed, prompts and decodes.", "num_scheduled_tokens", OURS),
     ("recomputed_tokens", "Tokens computed again after a preemption.", "num_recomputed_tokens", OURS),
+    ("offline_tokens", "Tokens of steps that were offline work.", "num_offline_tokens", OURS),
+    ("offline_preemptions", "Times that offline work gave way.", "num_offline_preemptions", OURS),
     ("swaps", "Sequences swapped to the host.", "num_swaps", OURS),
     ("offloaded_blocks", "Deprecated: kv_tier_written_blocks of tier host.", "num_offloaded_blocks", OURS),
     ("loaded_blocks", "Deprecated: kv_tier_read_blocks of tier host.", "num_loaded_blocks", OURS),
@@ -247,6 +249,9 @@ class Metrics(Collector):
             GaugeMetricFamily, "num_requests_waiting_by_reason", "The same by reason.", ("reason",),
             {"capacity": now.num_waiting, "deferred": 0}, BOTH,
         )  # fmt: skip
+        text = "The same of offline work, which is counted among those that run and not among those that wait."
+        states = {"running": now.num_offline_running, "waiting": now.num_offline_waiting}
+        yield from self._labelled(GaugeMetricFamily, "num_offline_requests", text, ("state",), states)
         usage = "Share of the KV blocks in use, 0 to 1; what only the prefix cache holds is free."
         yield from self._gauge("kv_cache_usage_perc", usage, load["kv_cache_usage"], BOTH)
         models = self.server.models

@@ -78,6 +78,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
             model=body.model,
             stream=bool(body.stream),
             priority=body.priority,
+            tier=body.service_tier,
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,

@@ -75,6 +75,7 @@ async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
     turn = await begin(caller, asked, "responses", prefix="resp_")
     response = ResponseObject(
         id=turn.id,
+        service_tier="default" if turn.call.offline_s is None else "flex",
         created_at=int(time.time()),
         status="in_progress",
         background=bool(body.background),
@@ -148,7 +149,9 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         options=Options(
             model=body.model,
             stream=bool(body.stream),
+            background=bool(body.background),
             priority=body.priority,
+            tier=body.service_tier,
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,

@@ -58,6 +58,7 @@ class Sampling(ForeignForms, kw_only=True):
     structured_outputs: StructuredOutputsField | None = None
     response_format: ResponseFormat | None = None
     priority: int | None = None
+    service_tier: str | None = None
     tpot_slo_ms: float | None = None
     cache_salt: str | None = None
     timeout: float | None = None

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 TENANT = "penstock.tenant"
 """Key of a scope that says who asks; no client can set it, so no key is asked for."""
-PRIORITY = "penstock.priority"
-"""Key of a scope: the priority of requests that name none."""
+OFFLINE_S = "penstock.offline_s"
+"""Key of a scope: for how many seconds its requests are offline work (`core.request.Request`); not there: they are not."""
 
 
 @dataclass
@@ -32,7 +32,9 @@ class Answer:
             return None
 
 
-async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, request_id: str, priority: int = 0) -> Answer:
+async def post(
+    app: ASGIApp, path: str, body: bytes, tenant: Tenant, request_id: str, offline_s: float | None = None
+) -> Answer:
     """Send a JSON body to one of our own paths. Cancelling it is the client going away."""
     scope: Scope = {
         "type": "http",
@@ -54,7 +56,7 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, request_id:
         "server": None,
         "state": {},
         TENANT: tenant,
-        PRIORITY: priority,
+        OFFLINE_S: offline_s,
     }
     answer = Answer()
     pieces: list[bytes] = []

@@ -17,7 +17,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.server.admission.choosing import unknown_model
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.context import Server
-from penstock.server.transport.inner import PRIORITY
+from penstock.server.transport.inner import OFFLINE_S
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.hints import Bound, of_prompt
 from penstock.text.modules import NO_ASKED, AskedModules
@@ -25,6 +25,10 @@ from penstock.text.modules import NO_ASKED, AskedModules
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
 MAX_TPOT_SLO_MS = 60_000
+TIERS = ("auto", "default", "flex", "priority", "scale")
+"""OpenAI's service tiers. flex is offline work; all others are served alike."""
+FLEX_S = 600.0
+"""Seconds from its arrival after which a request of the tier flex is served as the others are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,10 @@ class Caller:
     request_id: str = ""
     tenant: Tenant = ANYONE
     arrival_s: float = 0.0
-    priority: int = 0
-    """Of requests that name none."""
+    offline_s: float | None = None
+    """For so long its requests are offline work, whatever tier they name; None: as they say."""
+    tier: str | None = None
+    """The header X-Service-Tier; the field `service_tier` goes before it."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +55,7 @@ def caller_of(request: Request) -> Caller:
     return Caller(
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
-        priority=request.scope.get(PRIORITY, 0),
+        offline_s=request.scope.get(OFFLINE_S), tier=request.headers.get("x-service-tier"),
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
@@ -80,11 +86,14 @@ def _timeout_s(request: Request) -> float | None:
 @dataclass(kw_only=True)
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
-    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own.
+    milliseconds that a token after the first should take on average. `tier`: one of TIERS; `background`: nobody waits
+    for it, so it is of the tier flex if it names none. `default_max_tokens`: beats the model's own.
     `cut_max_tokens`: what is more than the prompt leaves is a bound that is never reached, and no error."""
 
     stream: bool = False
     priority: int | None = None
+    tier: str | None = None
+    background: bool = False
     cache_salt: str | None = None
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
@@ -134,7 +143,8 @@ def make_call(
     caller: Caller, prompt: Prompt, params: SamplingParams, options: Options, endpoint: str, request_id: str
 ) -> Call:
     """Raises InputError."""
-    priority = caller.priority if options.priority is None else options.priority
+    priority = options.priority or 0
+    offline_s = _offline_s(caller, options)
     asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
@@ -162,6 +172,7 @@ def make_call(
         endpoint=endpoint,
         tenant=caller.tenant,
         priority=priority,
+        offline_s=offline_s,
         cache_salt=options.cache_salt,
         deadline_s=asker.limit_s,
         arrival_s=caller.arrival_s,
@@ -169,8 +180,21 @@ def make_call(
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
         hints=of_prompt(options.hints, prompt),
-        facts={"http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts},
-    )
+        facts={
+            "http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts,
+            **({} if offline_s is None else {"offline": True}),
+        },
+    )  # fmt: skip
+
+
+def _offline_s(caller: Caller, options: Options) -> float | None:
+    """For how long a request is offline work; None: it is not. Raises InputError."""
+    name, tier = ("X-Service-Tier", caller.tier) if options.tier is None else ("service_tier", options.tier)
+    if tier is not None and tier not in TIERS:
+        raise InputError(f"{name} must be one of {', '.join(TIERS)}, not {tier[:40]!r}", param=name)
+    if caller.offline_s is not None:
+        return caller.offline_s
+    return FLEX_S if tier == "flex" or (options.background and tier in (None, "auto")) else None
 
 
 def compression_facts(prompt: Prompt) -> dict[str, float]:
