@@ -81,6 +81,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
         arrival_s: clock reading at arrival; metrics, and policies that look at ages.
         tenant: whose request it is, by name; `weight`: that tenant's share (only the policy `fair` looks at them).
+        slo_ttft_s: seconds after its arrival in which the first token should be there (only the policy `slo` looks at
+            it). None: no promise.
         slo_tpot_s: seconds that a token after the first should take on average; drafts go to those who are behind
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
@@ -111,6 +113,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     tenant: str = ""
     weight: float = 1.0
     slo_tpot_s: float | None = None
+    slo_ttft_s: float | None = None
     resume: Resume | None = None
     repetition: RepetitionDetectionParams | None = None
     calls: list[ApiCall] = []
