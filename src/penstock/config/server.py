@@ -96,6 +96,14 @@ class ServerConfig(Section):
     max_queue_wait: float = setting(
         60.0, "Seconds of predicted waiting from which requests are refused; 0: any.", minimum=0
     )
+    ttft_slo: float | None = setting(
+        None, "Seconds in which the first token of a request should come (ttft_slo_ms of a request goes before it). One "
+        "of which it is foreseen that it will not is refused at once, with the time at which it would.", above=0,
+    )  # fmt: skip
+    tpot_slo: float | None = setting(
+        None, "Seconds that a token after the first should take on average (tpot_slo_ms of a request goes before it).",
+        above=0,
+    )  # fmt: skip
     request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
     max_body_bytes: int = setting(16 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)

@@ -70,7 +70,8 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
+    `slo_tpot_s`: seconds that a token after the first should take on average; `slo_ttft_s`: from `arrival_s`, in which
+    the first one should be there. `default_max_tokens`: how many tokens
     are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
     what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
     request has brought and the engine has computed, so that admission does not count them again.
@@ -85,6 +86,7 @@ class Call:
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
+    slo_ttft_s: float | None = None
     default_max_tokens: int | None = None
     lead: Lead | None = None
     num_shared: int = 0

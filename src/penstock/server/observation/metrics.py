@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -180,6 +180,7 @@ class Metrics(Collector):
             yield from self._speculation()
         yield from self._compression()
         yield from self._encoding()
+        yield from self._predictions()
         yield from self._adapters()
         yield from self._info()
         yield from self._models()
@@ -269,6 +270,8 @@ class Metrics(Collector):
             {state: float(state == client.state) for state in (*_ENGINE_STATES, client.state)},
         )  # fmt: skip
         yield from self._gauge("draining", "1: nothing new is taken on.", float(draining(self.server)))
+        text = "Requests with a ttft_slo_ms that had a first token, by whether it was in time."
+        yield from self._labelled(CounterMetricFamily, "request_ttft_slo", text, ("met",), s.ttft_slo)
         watch = self.server.parts.get("loop_watch")
         if watch is not None:
             text = "Longest time that one piece of work held the server's event loop, in CPU time of its thread."
@@ -414,6 +417,17 @@ class Metrics(Collector):
         text = "Seconds that long texts waited for their turn to be encoded; part of the time to first token."
         yield from self._histogram("encoding_wait_seconds", text, encoding.waited, OURS)
 
+    def _predictions(self) -> Iterator[Metric]:
+        promises = getattr(self.server.parts.get("admission"), "promises", None)
+        if promises is None:
+            return
+        text = "Seconds to the first token, as predicted when a request was taken on."
+        yield from self._histogram("predicted_time_to_first_token_seconds", text, promises.predicted, OURS)
+        text = "Time to the first token, by what was predicted: 1 is right, 2 twice as long."
+        yield from self._histogram("time_to_first_token_by_prediction", text, promises.ratios, OURS)
+        text = "Seconds between the predicted time to the first token and what it was."
+        yield from self._histogram("time_to_first_token_error_seconds", text, promises.errors, OURS)
+
     def _adapters(self) -> Iterator[Metric]:
         """vLLM's: names of adapters as labels, the value is the time."""
         if self.server.adapters is None:
@@ -542,8 +556,7 @@ def load_of(server: Server) -> dict[str, Any]:
     full = 1.0 if snapshot.num_waiting else max(usage, snapshot.num_running / slots if slots else 0.0)
     wait_s = _ask(admission, "predicted_wait_s", 0.0)
     prompts = server.parts["stats"].prompt_lengths
-    pace = getattr(admission, "pace", None)
-    prefill_s = pace.prefill_s(prompts.total / prompts.num) if pace is not None and prompts.num else 0.0
+    mean = prompts.total / prompts.num if prompts.num else 0.0
     return {
         "server_load": client.num_live,
         "running": snapshot.num_running,
@@ -551,8 +564,15 @@ def load_of(server: Server) -> dict[str, Any]:
         "kv_cache_usage": usage,
         "saturation": min(1.0, max(0.0, _ask(admission, "saturation", full))),
         "predicted_wait_s": wait_s,
-        "predicted_ttft_s": wait_s + prefill_s,
+        "predicted_ttft_s": admission.predicted_ttft_s(mean) if isinstance(admission, Predicting) else wait_s,
     }
+
+
+@runtime_checkable
+class Predicting(Protocol):
+    """An admission that says when first tokens would come."""
+
+    def predicted_ttft_s(self, num_prompt: float) -> float: ...
 
 
 def _ask(part: object, name: str, otherwise: float) -> float:

@@ -59,6 +59,7 @@ class Sampling(ForeignForms, kw_only=True):
     response_format: ResponseFormat | None = None
     priority: int | None = None
     tpot_slo_ms: float | None = None
+    ttft_slo_ms: float | None = None
     cache_salt: str | None = None
     timeout: float | None = None
     request_id: str | None = None

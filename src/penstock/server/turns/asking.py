@@ -24,7 +24,8 @@ from penstock.text.modules import NO_ASKED, AskedModules
 
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
-MAX_TPOT_SLO_MS = 60_000
+MAX_TPOT_SLO_MS, MAX_TTFT_SLO_MS = 60_000, 86_400_000
+_SLO_HEADERS = {"ttft_slo_ms": "x-ttft-slo-ms", "tpot_slo_ms": "x-tpot-slo-ms"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class Caller:
     """Of requests that name none."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
+    slo_ms: Mapping[str, float] = field(default_factory=dict)
+    """The headers X-TTFT-SLO-Ms and X-TPOT-SLO-Ms, by the fields that go before them."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers that say which trace it belongs to (W3C Trace Context)."""
 
@@ -49,7 +52,7 @@ def caller_of(request: Request) -> Caller:
     return Caller(
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
-        priority=request.scope.get(PRIORITY, 0),
+        priority=request.scope.get(PRIORITY, 0), slo_ms=_slo_ms(request),
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
@@ -77,10 +80,38 @@ def _timeout_s(request: Request) -> float | None:
     return seconds
 
 
+def _slo_ms(request: Request) -> dict[str, float]:
+    found = {}
+    for field_name, header in _SLO_HEADERS.items():
+        given = request.headers.get(header)
+        if given is None:
+            continue
+        try:
+            found[field_name] = float(given)
+        except ValueError:
+            raise InputError(f"{header} must be a number of milliseconds above 0", param=header) from None
+    return found
+
+
+def _slo_s(caller: Caller, given_ms: float | None, name: str, most_ms: float, otherwise_s: float | None) -> float | None:
+    """Seconds of a promise. Raises InputError."""
+    value_ms, param = given_ms, name
+    if value_ms is None and name in caller.slo_ms:
+        value_ms, param = caller.slo_ms[name], _SLO_HEADERS[name]
+    if value_ms is None:
+        return otherwise_s
+    if not 0 < value_ms <= most_ms:
+        raise InputError(
+            f"{param} must be above 0 and at most {most_ms:,} milliseconds, not {value_ms:g}", param=param
+        )
+    return value_ms / 1000
+
+
 @dataclass(kw_only=True)
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
-    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own.
+    milliseconds that a token after the first should take on average; `ttft_slo_ms`: in which the first one should be
+    there, from the request's arrival. `default_max_tokens`: beats the model's own.
     `cut_max_tokens`: what is more than the prompt leaves is a bound that is never reached, and no error."""
 
     stream: bool = False
@@ -88,6 +119,7 @@ class Options:
     cache_salt: str | None = None
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
+    ttft_slo_ms: float | None = None
     default_max_tokens: int | None = None
     cut_max_tokens: bool = False
     hints: Sequence[KVHint] = ()
@@ -140,12 +172,10 @@ def make_call(
         raise InputError(
             f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {str(priority)[:40]}", param="priority"
         )
-    slo_ms = options.tpot_slo_ms
-    if slo_ms is not None and not 0 < slo_ms <= MAX_TPOT_SLO_MS:
-        raise InputError(
-            f"tpot_slo_ms must be above 0 and at most {MAX_TPOT_SLO_MS:,} milliseconds, not {slo_ms:g}",
-            param="tpot_slo_ms",
-        )
+    config = caller.server.config
+    promised = priority <= 0  # the server promises nothing to lower classes
+    slo_ttft_s = _slo_s(caller, options.ttft_slo_ms, "ttft_slo_ms", MAX_TTFT_SLO_MS, config.ttft_slo if promised else None)
+    slo_tpot_s = _slo_s(caller, options.tpot_slo_ms, "tpot_slo_ms", MAX_TPOT_SLO_MS, config.tpot_slo if promised else None)
     if options.cut_max_tokens and params.max_tokens is not None:
         left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
         params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
@@ -165,7 +195,8 @@ def make_call(
         cache_salt=options.cache_salt,
         deadline_s=asker.limit_s,
         arrival_s=caller.arrival_s,
-        slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
+        slo_tpot_s=slo_tpot_s,
+        slo_ttft_s=slo_ttft_s,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
         hints=of_prompt(options.hints, prompt),

@@ -1,0 +1,227 @@
+"""Promised times: whether a request's first token, and its pace, can be in time; if not, when they could be.
+
+What can never be is a mistake of the request (400), what cannot be now is refused at once (429), with the time at which
+it can be if nobody else comes. Each prediction is compared with what became of it, and corrects the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.base.errors import InputError
+from penstock.core.request import Request
+from penstock.engine.frontend import EngineClient
+from penstock.server.admission.forecast import Line, Run, Speed, Wait
+from penstock.server.admission.seen import SeenPrefixes
+from penstock.server.distribution import TTFT_S, Distribution
+
+if TYPE_CHECKING:
+    from penstock.core.messages import EngineInfo
+
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+"""Upper bounds of what a time to the first token was, by what was predicted."""
+ALPHA = 0.1
+SURE = 0.8
+"""What is called impossible is faster than this part of the fastest that was ever measured."""
+LINE_S = 0.02
+"""The queue is played forward anew when it has changed, or after so many seconds."""
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far a request that was taken on has come, as seen from here. `work`: prompt tokens that were left to compute
+    at the last look; `out`: tokens that each of its sequences will probably come to."""
+
+    request: Request
+    width: int
+    work: float
+    out: float
+    predicted_s: float | None = None
+    """Seconds to its first token, from its admission on; None: nothing was known."""
+    admitted_s: float = 0.0
+    started_s: float | None = None
+
+
+class Progressing(Protocol):
+    """What the gate keeps of a request."""
+
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`ttft_s`: predicted, from now. `retry_s`: when it can be in time; None: it is."""
+
+    ttft_s: float
+    retry_s: float | None = None
+    why: str = ""
+
+
+class Promises:
+    """Belongs to the event loop's thread. `by_due`: the engine serves whoever is due first first."""
+
+    def __init__(self, client: EngineClient, info: EngineInfo, *, by_due: bool, tpot_s: float | None) -> None:
+        self._client, self._info = client, info
+        self._by_due, self._tpot_s = by_due, tpot_s
+        self._kv_tokens = info.kv_capacity_tokens or info.num_blocks * max(1, info.block_size)
+        self.seen = SeenPrefixes(self._kv_tokens if info.caches_prefixes else 0)
+        self.ratios, self.predicted, self.errors = Distribution(RATIOS), Distribution(TTFT_S), Distribution(TTFT_S)
+        """Times to the first token by what was predicted; predictions; how far off they were, in seconds."""
+        self.bias = 1.0
+        self._mean_out = 0.0
+        self._fastest_token_s = self._fastest_step_s = math.inf
+        self._line: tuple[float, float, Line] | None = None
+
+    @property
+    def _facts(self) -> EngineInfo:
+        """Of the engine that is there now, if it is not the first one."""
+        return getattr(self._client, "info", None) or self._info
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def speed(self, share: float = 1.0) -> Speed:
+        """Of the engine, or of a part of it. Until it has been measured, as the cost model has it."""
+        info, seen = self._facts, self._client.snapshot
+        decode, token_s = seen.decode_s, seen.prefill_token_s
+        longest = info.alone_s[-1] if info.alone_s else (1, 0.0)
+        if not decode and info.alone_s:
+            decode = [info.alone_s[0][1]]
+        if not token_s:
+            token_s = longest[1] / longest[0]
+        slots = max(1, info.max_num_seqs)
+        if self._by_due and self._tpot_s is not None:
+            while slots > 1 and Speed(1, 1, 1, decode).decode_s(slots) > self._tpot_s:
+                slots //= 2
+        limit_s = min(0.1, self._tpot_s) if self._by_due and self._tpot_s is not None else 0.1
+        return Speed(
+            max(1, int(slots * share)), int(self._kv_tokens * share), info.max_num_batched_tokens or 512, decode,
+            token_s / share, limit_s, max(1, info.block_size),
+        )  # fmt: skip
+
+    def work(self, request: Request, num_shared: int = 0) -> float:
+        """Prompt tokens that probably have to be computed."""
+        known = self.seen.num_known(request.namespace, request.prompt_token_ids) if request.reads_cache else 0
+        return len(request.prompt_token_ids) - max(known, num_shared)
+
+    def expected(self, request: Request) -> float:
+        """Tokens that a sample will probably come to."""
+        if request.expected_tokens:
+            return float(min(request.expected_tokens, request.max_tokens))
+        return min(float(request.max_tokens), self._mean_out or math.inf)
+
+    def line(self, entries: Iterable[Progressing], now: float, share: float = 1.0) -> Line:
+        """The queue of `entries` (in order of arrival) on this part of the engine. Mutates: their progress."""
+        speed = self.speed(share)
+        running, waiting = [], []
+        for entry in entries:
+            p = entry.progress
+            prompt = len(p.request.prompt_token_ids)
+            if p.started_s is not None:
+                done = (now - p.started_s) / max(1e-6, speed.decode_s(speed.slots))
+                running.append(Run(max(p.out - done, p.out / 8, 1.0), p.width, prompt + p.out))
+            else:
+                slo_s = p.request.slo_ttft_s
+                due_s = math.inf if slo_s is None else p.request.arrival_s + slo_s - now
+                waiting.append(Wait(p.work, p.width, p.out, prompt + p.out, due_s))
+        return Line(speed, running, waiting, by_due=self._by_due)
+
+    def whole_line(self, entries: Iterable[Progressing], now: float) -> Line:
+        """`line` of all, played anew only where something has changed."""
+        if self._line is None or now - self._line[0] > LINE_S:
+            self._line = (now, now, self.line(entries, now))
+        return self._line[2]
+
+    def changed(self) -> None:
+        """Somebody was taken on, had a first token or has ended."""
+        self._line = None
+
+    def advance(self, unstarted: Iterable[Progressing], num_running: int, seconds: float) -> None:
+        """So much time has passed: prompts of those first in the queue are computed by so much more."""
+        speed = self.speed()
+        work_s, _ = speed.prefill_s(speed.max_chunk, num_running)
+        tokens = seconds * speed.max_chunk / work_s if work_s > 0 else 0.0
+        for n, entry in enumerate(unstarted):
+            if tokens <= 0 or n >= speed.slots - num_running:
+                break
+            p = entry.progress
+            done = min(tokens, max(0.0, p.work - 1))
+            p.work -= done
+            tokens -= done
+
+    # -- judging -------------------------------------------------------------------------------------------------
+
+    def check_possible(self, request: Request, work: float) -> None:
+        """Raises InputError for what no empty engine could keep."""
+        snapshot = self._client.snapshot
+        info = self._facts
+        measured_s = min((s for s in snapshot.decode_s[:1] if s > 0), default=math.inf)
+        model_s = info.alone_s[0][1] if info.alone_s else math.inf
+        self._fastest_step_s = min(self._fastest_step_s, measured_s, model_s)
+        if snapshot.prefill_token_s > 0:
+            self._fastest_token_s = min(self._fastest_token_s, snapshot.prefill_token_s)
+        step_s = 0.0 if math.isinf(self._fastest_step_s) else SURE * self._fastest_step_s
+        token_s = 0.0 if math.isinf(self._fastest_token_s) else SURE * self._fastest_token_s
+        if request.slo_ttft_s is not None and request.slo_ttft_s < (least_s := max(step_s, work * token_s)):
+            raise InputError(
+                f"ttft_slo_ms is {1000 * request.slo_ttft_s:g}, and the {work:.0f} prompt tokens that have to be "
+                f"computed take about {_ms(least_s / SURE)} ms here with nothing else to do; ask for no less than that",
+                param="ttft_slo_ms",
+            )
+        if request.slo_tpot_s is not None and not info.drafts and request.slo_tpot_s < step_s:
+            raise InputError(
+                f"tpot_slo_ms is {1000 * request.slo_tpot_s:g}, and a token takes about {_ms(step_s / SURE)} ms here "
+                "with nothing else to do; ask for no less than that", param="tpot_slo_ms",
+            )  # fmt: skip
+
+    def judge(self, request: Request, work: float, width: int, now: float, line: Line) -> Verdict:
+        """Whether it can keep what it was promised, if it is taken on now."""
+        left_s = math.inf if request.slo_ttft_s is None else request.arrival_s + request.slo_ttft_s - now
+        ttft_s = self.bias * line.first_s(work, width, left_s)
+        most_s, tpot_s = left_s / self.bias, request.slo_tpot_s or math.inf
+        if math.isinf(most_s) and math.isinf(tpot_s):
+            return Verdict(ttft_s)
+        why = ""
+        if ttft_s > left_s:
+            why = f"its first token would take about {_s(ttft_s)} s, and {_s(request.slo_ttft_s or 0)} s were asked for"
+        elif self._by_due and line.makes_late(work, width, left_s):
+            why = "it would make others late that were promised their first token in time"
+        elif request.slo_tpot_s is not None and not self._facts.drafts:
+            pace_s = self.bias * line.speed.decode_s(line.start(work, width, left_s)[1] + width)
+            if pace_s > request.slo_tpot_s:
+                why = f"a token would take about {_s(pace_s)} s, and {_s(request.slo_tpot_s)} s were asked for"
+        if not why:
+            return Verdict(ttft_s)
+        # A new try has all of its time again.
+        whole_s = math.inf if request.slo_ttft_s is None else request.slo_ttft_s / self.bias
+        return Verdict(ttft_s, self.bias * line.possible_in_s(work, width, whole_s, tpot_s / self.bias), why)
+
+    # -- what became of it ---------------------------------------------------------------------------------------
+
+    def began(self, progress: Progress, ttft_s: float) -> None:
+        """Its first token came so many seconds after its admission."""
+        predicted_s = progress.predicted_s
+        if predicted_s is None or predicted_s <= 0 or ttft_s <= 0:
+            return
+        ratio = ttft_s / predicted_s
+        self.ratios.observe(ratio)
+        self.errors.observe(abs(ttft_s - predicted_s))
+        # Towards what would have been right, and by no more than a step at a time.
+        self.bias = min(3.0, max(0.5, self.bias * (1 + ALPHA * (min(3.0, max(0.33, ratio)) - 1))))
+
+    def ended(self, progress: Progress, lengths: list[int], token_ids: list[int]) -> None:
+        """Its samples came to so many tokens; `token_ids`: those of the first one."""
+        for length in lengths:
+            if length:
+                self._mean_out = self._mean_out + 0.3 * (length - self._mean_out) if self._mean_out else float(length)
+        self.seen.add(progress.request.namespace, [*progress.request.prompt_token_ids, *token_ids])
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{math.ceil(1000 * seconds * 10) / 10:g}"
