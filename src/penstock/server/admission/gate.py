@@ -207,7 +207,10 @@ class Gate:
         self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
-        progress = Progress(request, width, work, self.promises.expected(request), ttft_s, now)
+        progress = Progress(
+            request, width, work, self.promises.expected(request), predicted_s=ttft_s, admitted_s=now,
+            line_s=(ttft_s or 0.0) / self.promises.bias,
+        )  # fmt: skip
         entry = Admitted(tenant, num_prompt, width, cost, now, progress)
         if ttft_s is not None:
             self.promises.predicted.observe(ttft_s)

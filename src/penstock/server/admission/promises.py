@@ -40,7 +40,8 @@ class Progress:
     work: float
     out: float
     predicted_s: float | None = None
-    """Seconds to its first token, from its admission on; None: nothing was known."""
+    """Seconds to its first token, from its admission on; None: nothing was known. `line_s`: before it was corrected."""
+    line_s: float = 0.0
     admitted_s: float = 0.0
     started_s: float | None = None
 
@@ -71,7 +72,8 @@ class Promises:
         self.ratios, self.predicted, self.errors = Distribution(RATIOS), Distribution(TTFT_S), Distribution(TTFT_S)
         """Times to the first token by what was predicted; predictions; how far off they were, in seconds."""
         self.bias = 1.0
-        self._mean_out = 0.0
+        self._lengths: dict[int, float] = {}
+        """Mean generated tokens, by what was asked for at most (in powers of two)."""
         self._fastest_token_s = self._fastest_step_s = math.inf
         self._line: tuple[float, float, Line] | None = None
 
@@ -110,7 +112,7 @@ class Promises:
         """Tokens that a sample will probably come to."""
         if request.expected_tokens:
             return float(min(request.expected_tokens, request.max_tokens))
-        return min(float(request.max_tokens), self._mean_out or math.inf)
+        return min(float(request.max_tokens), self._lengths.get(request.max_tokens.bit_length(), math.inf))
 
     def line(self, entries: Iterable[Progressing], now: float, share: float = 1.0) -> Line:
         """The queue of `entries` (in order of arrival) on this part of the engine. Mutates: their progress."""
@@ -208,14 +210,15 @@ class Promises:
         ratio = ttft_s / predicted_s
         self.ratios.observe(ratio)
         self.errors.observe(abs(ttft_s - predicted_s))
-        # Towards what would have been right, and by no more than a step at a time.
-        self.bias = min(3.0, max(0.5, self.bias * (1 + ALPHA * (min(3.0, max(0.33, ratio)) - 1))))
+        ratio = ttft_s / max(1e-6, progress.line_s)
+        self.bias += ALPHA * (min(3.0, max(0.5, ratio)) - self.bias)
 
     def ended(self, progress: Progress, lengths: list[int], token_ids: list[int]) -> None:
         """Its samples came to so many tokens; `token_ids`: those of the first one."""
-        for length in lengths:
-            if length:
-                self._mean_out = self._mean_out + 0.3 * (length - self._mean_out) if self._mean_out else float(length)
+        bucket = progress.request.max_tokens.bit_length()
+        for length in filter(None, lengths):
+            old = self._lengths.get(bucket, float(length))
+            self._lengths[bucket] = old + ALPHA * (length - old)
         self.seen.add(progress.request.namespace, [*progress.request.prompt_token_ids, *token_ids])
 
 
