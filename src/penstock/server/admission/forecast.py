@@ -124,10 +124,15 @@ class Line:
             self._tail = found
         return found
 
-    def first_s(self, prompt: float, width: int, due_s: float = math.inf) -> float:
-        """Seconds until a newcomer's first token."""
+    @property
+    def empty(self) -> bool:
+        """Nobody runs or waits."""
+        return not self._ends and not self.entries
+
+    def first_s(self, prompt: float, width: int, due_s: float = math.inf, bias: float = 1.0) -> float:
+        """Seconds until a newcomer's first token; waiting takes `bias` times as long as it says."""
         start_s, num_running = self.start(prompt, width, due_s)
-        return start_s + self.speed.first_s(prompt, num_running)
+        return bias * start_s + self.speed.first_s(prompt, num_running)
 
     def makes_late(self, prompt: float, width: int, due_s: float) -> bool:
         """Whether somebody behind a newcomer, who would be in time, would not be because of it."""
@@ -137,8 +142,11 @@ class Line:
         work_s = self.speed.prefill_s(prompt, self.entries[at].num_running)[0]
         return any(0 <= entry.due_s - entry.first_s < work_s for entry in self.entries[at:])
 
-    def possible_in_s(self, prompt: float, width: int, ttft_s: float, tpot_s: float = math.inf) -> float:
-        """Seconds after which a newcomer has its first token within `ttft_s`, and its pace, if nobody else comes."""
+    def possible_in_s(
+        self, prompt: float, width: int, ttft_s: float, tpot_s: float = math.inf, bias: float = 1.0
+    ) -> float:
+        """Seconds after which a newcomer has its first token within `ttft_s`, and its pace, if nobody else comes.
+        `bias`: as in `first_s`."""
         start_s, num_running = self.start(prompt, width)
         ends, step, time_s = list(self._ends), self._step, self._time_s
         running = self._running
@@ -149,9 +157,9 @@ class Line:
                 if work_s <= ttft_s and self.speed.decode_s(num_running + width) <= tpot_s:
                     # It may come so much earlier as it may wait, but no earlier than this few run.
                     wait_s = max(0.0, ttft_s - work_s)
-                    return max(0.0, at_s - wait_s) if at_s == start_s else at_s
+                    return max(0.0, bias * at_s - wait_s) if at_s == start_s else bias * at_s
                 if not ends:
-                    return at_s
+                    return bias * at_s
             end, _, ended, _ = heappop(ends)
             time_s += max(0.0, end - step) * self.speed.decode_s(running)
             step, running = max(step, end), running - ended

@@ -24,7 +24,7 @@ from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
 from penstock.server.admission.forecast import Line
 from penstock.server.admission.pace import Pace
-from penstock.server.admission.promises import Progress, Promises
+from penstock.server.admission.promises import Progress, Promises, Verdict
 from penstock.server.call import Call, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -203,13 +203,14 @@ class Gate:
                 "wait", 503, f"the request would wait about {wait_s:.0f} s, and {limit_s:g} s is the limit here",
                 wait_s - limit_s,
             )  # fmt: skip
-        ttft_s = self._check_slo(tenant, request, work, wait_s)
+        verdict = self._check_slo(tenant, request, work)
+        ttft_s = None if verdict is None else verdict.ttft_s
         self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
         progress = Progress(
             request, width, work, self.promises.expected(request), predicted_s=ttft_s, admitted_s=now,
-            line_s=(ttft_s or 0.0) / self.promises.bias,
+            turn_s=0.0 if verdict is None else verdict.turn_s, bias=self.promises.bias,
         )  # fmt: skip
         entry = Admitted(tenant, num_prompt, width, cost, now, progress)
         if ttft_s is not None:
@@ -286,15 +287,15 @@ class Gate:
                 self._place_s(), "queue_full",
             )  # fmt: skip
 
-    def _check_slo(self, tenant: Tenant, request: Request, work: float, wait_s: float) -> float | None:
-        """Seconds to its first token from now; None: nothing is known yet. Raises RefusedError."""
+    def _check_slo(self, tenant: Tenant, request: Request, work: float) -> Verdict | None:
+        """When its first token will come; None: nothing is known yet. Raises RefusedError."""
         line = self._line(tenant)
         if not line.speed.known:
             return None
         verdict = self.promises.judge(request, work, width_of(request), self._clock.now(), line)
         if verdict.retry_s is not None:
             raise self._refusal("slo", 429, f"{verdict.why}; try again later", verdict.retry_s)
-        return verdict.ttft_s
+        return verdict
 
     def _check_deadline(self, call: Call, num_prompt: int, wait_s: float, *, first: bool = False) -> None:
         """`first`: `wait_s` is the time to its first token, and not to its turn."""
@@ -405,7 +406,7 @@ class Gate:
         line = self._line(Tenant(name=""))
         if not line.speed.known:
             return self.predicted_wait_s() + self.pace.prefill_s(num_prompt)
-        return self.promises.bias * line.first_s(num_prompt, 1)
+        return line.first_s(num_prompt, 1, bias=self.promises.bias)
 
     def saturation(self) -> float:
         """0 idle, 1 nothing more can be taken on without waiting: for autoscalers. The fullest resource counts."""

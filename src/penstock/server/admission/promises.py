@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 """Upper bounds of what a time to the first token was, by what was predicted."""
 ALPHA = 0.1
+WAITED_S = 0.05
+"""What shorter waits were by their prediction says nothing: a step is as long."""
 SURE = 0.8
 """What is called impossible is faster than this part of the fastest that was ever measured."""
 LINE_S = 0.02
@@ -40,8 +42,10 @@ class Progress:
     work: float
     out: float
     predicted_s: float | None = None
-    """Seconds to its first token, from its admission on; None: nothing was known. `line_s`: before it was corrected."""
-    line_s: float = 0.0
+    """Seconds to its first token, from its admission on; None: nothing was known. `turn_s`: of these, until its turn, before that was
+    corrected by `bias`."""
+    turn_s: float = 0.0
+    bias: float = 1.0
     admitted_s: float = 0.0
     started_s: float | None = None
 
@@ -54,9 +58,10 @@ class Progressing(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ttft_s`: predicted, from now. `retry_s`: when it can be in time; None: it is."""
+    """`ttft_s`: predicted, from now; `turn_s`: see `Progress`. `retry_s`: when it can be in time; None: it is."""
 
     ttft_s: float
+    turn_s: float
     retry_s: float | None = None
     why: str = ""
 
@@ -72,6 +77,7 @@ class Promises:
         self.ratios, self.predicted, self.errors = Distribution(RATIOS), Distribution(TTFT_S), Distribution(TTFT_S)
         """Times to the first token by what was predicted; predictions; how far off they were, in seconds."""
         self.bias = 1.0
+        """What waiting has taken, by what was predicted."""
         self._lengths: dict[int, float] = {}
         """Mean generated tokens, by what was asked for at most (in powers of two)."""
         self._fastest_token_s = self._fastest_step_s = math.inf
@@ -181,24 +187,24 @@ class Promises:
     def judge(self, request: Request, work: float, width: int, now: float, line: Line) -> Verdict:
         """Whether it can keep what it was promised, if it is taken on now."""
         left_s = math.inf if request.slo_ttft_s is None else request.arrival_s + request.slo_ttft_s - now
-        ttft_s = self.bias * line.first_s(work, width, left_s)
-        most_s, tpot_s = left_s / self.bias, request.slo_tpot_s or math.inf
-        if math.isinf(most_s) and math.isinf(tpot_s):
-            return Verdict(ttft_s)
+        turn_s, num_running = line.start(work, width, left_s)
+        ttft_s = self.bias * turn_s + line.speed.first_s(work, num_running)
+        if (request.slo_ttft_s is None and request.slo_tpot_s is None) or line.empty:
+            return Verdict(ttft_s, turn_s)
         why = ""
         if ttft_s > left_s:
             why = f"its first token would take about {_s(ttft_s)} s, and {_s(request.slo_ttft_s or 0)} s were asked for"
         elif self._by_due and line.makes_late(work, width, left_s):
             why = "it would make others late that were promised their first token in time"
         elif request.slo_tpot_s is not None and not self._facts.drafts:
-            pace_s = self.bias * line.speed.decode_s(line.start(work, width, left_s)[1] + width)
+            pace_s = line.speed.decode_s(num_running + width)
             if pace_s > request.slo_tpot_s:
                 why = f"a token would take about {_s(pace_s)} s, and {_s(request.slo_tpot_s)} s were asked for"
         if not why:
-            return Verdict(ttft_s)
+            return Verdict(ttft_s, turn_s)
         # A new try has all of its time again.
-        whole_s = math.inf if request.slo_ttft_s is None else request.slo_ttft_s / self.bias
-        return Verdict(ttft_s, self.bias * line.possible_in_s(work, width, whole_s, tpot_s / self.bias), why)
+        whole_s, tpot_s = request.slo_ttft_s or math.inf, request.slo_tpot_s or math.inf
+        return Verdict(ttft_s, turn_s, line.possible_in_s(work, width, whole_s, tpot_s, self.bias), why)
 
     # -- what became of it ---------------------------------------------------------------------------------------
 
@@ -207,11 +213,12 @@ class Promises:
         predicted_s = progress.predicted_s
         if predicted_s is None or predicted_s <= 0 or ttft_s <= 0:
             return
-        ratio = ttft_s / predicted_s
-        self.ratios.observe(ratio)
+        self.ratios.observe(ttft_s / predicted_s)
         self.errors.observe(abs(ttft_s - predicted_s))
-        ratio = ttft_s / max(1e-6, progress.line_s)
-        self.bias += ALPHA * (min(3.0, max(0.5, ratio)) - self.bias)
+        if progress.turn_s >= WAITED_S:
+            own_s = predicted_s - progress.bias * progress.turn_s
+            ratio = (ttft_s - own_s) / progress.turn_s
+            self.bias += ALPHA * (min(3.0, max(0.5, ratio)) - self.bias)
 
     def ended(self, progress: Progress, lengths: list[int], token_ids: list[int]) -> None:
         """Its samples came to so many tokens; `token_ids`: those of the first one."""
