@@ -19,6 +19,7 @@ from penstock.sched.adapters import WithAdapters
 from penstock.sched.policy import make_policy
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sched.scheduler import Scheduler
+from penstock.sched.shares import WithShares
 from tests.engine.fake_model import spec
 from tests.engine.harness import request
 
@@ -99,19 +100,24 @@ def play(
     timer: LinearTimer | None = None,
     hooks: bool = True,
     max_adapters: int = 0,
+    shares: bool = True,
 ) -> Played:
     """Serve `load` (sorted by arrival_s) to its end; every request must end. `max_adapters`: that run at once, if any
-    are served."""
+    are served. `shares`: of tenants in the memory are kept."""
     timer = timer or LinearTimer()
     clock = VirtualClock()
     groups = group_layers([cache_spec(layer, "float32") for layer in spec(slots=False).layers])
     kv = KVManager(groups, [num_blocks], block_size, prefix_cache=prefix_cache, eviction=eviction)
     orders = make_policy(policy)
+    if shares:
+        orders = shared = WithShares(orders)
     if max_adapters:
         orders = placed = WithAdapters(orders, max_adapters)
     scheduler = (Scheduler if hooks else HooklessScheduler)(
         kv, orders, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size
     )
+    if shares:
+        shared.queues = scheduler
     if max_adapters:
         placed.queues = scheduler
     executor = SimExecutor(timer, clock, vocab_size=VOCAB, depth=depth)

@@ -37,6 +37,7 @@ from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
+from penstock.sched.shares import WithShares
 from penstock.weights.load import fingerprint
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def engine_core(
         pin_share=config.cache.kv_pin_share,
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
-    policy = make_policy(config.scheduler.scheduling_policy)
+    policy = shared = WithShares(make_policy(config.scheduler.scheduling_policy))
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 
@@ -263,6 +264,7 @@ def engine_core(
         conservativeness=config.scheduler.schedule_conservativeness,
         drafts=drafts or make_controller(config, timer),
     )
+    shared.queues = scheduler
     if config.lora.enable_lora:
         placed.queues = scheduler
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)
