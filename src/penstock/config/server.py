@@ -53,7 +53,7 @@ class ServerConfig(Section):
     )  # fmt: skip
     api_keys_file: str | None = setting(
         None, "TOML file of keys, one table [name] each: key or key_sha256, weight, tokens_per_minute, "
-        "max_concurrent, admin."
+        "max_concurrent, kv_share, class, admin."
     )  # fmt: skip
     admin_api_key: str | None = setting(None, "Key for the admin routes; without one they do not exist.", secret=True)
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM). A changed file is taken up without a restart.")

@@ -90,7 +90,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         calls: tools that its one sample calls, in order (`sched.pauses`). What they bring counts as generated.
         expected_tokens: how many it is expected to generate (policies that say so look at it); 0: `max_tokens`.
         hints: what is to happen to its blocks.
-        kv_share: the part of each tier of KV that its tenant has, 0 to 1; 0: tenants have no parts (`kv.shares`).
+        kv_share: the part of each tier of KV that its tenant has, and of what running requests may hold while others
+            wait, 0 to 1; 0: tenants have no parts (`kv.shares`, `sched.shares`).
         keeper: under whose name a store keeps its blocks, if not the tenant's: those of a group that shares them.
         modules: where the texts end with which the prompt begins and each of which is computed by itself
             (`kv.modules`): whole blocks, at least one token less than the prompt. `taint` says so (`module_taint`).

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from penstock.text.grammar.lead import Lead
 
 
+CLASSES = {"interactive": -1, "standard": 0, "batch": 1}
+"""Classes of service, and the priority that requests of such a key have at best (smaller goes first)."""
+
+
 @dataclass(frozen=True)
 class Tenant:
     """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
 
     `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
     and generated tokens; `max_concurrent`: requests at once; None: no limit of its own. `kv_share`: its part of each
-    tier of KV, 0 to 1; 0: tenants have no parts. `kv_group`: with whose keys it may share blocks; "": with nobody's.
+    tier of KV, and of what running requests hold while others wait, 0 to 1; 0: tenants have no parts. `kv_group`: with whose keys it may share blocks; "": with nobody's.
+    `service_class`: one of `CLASSES`.
     """
 
     name: str = "default"
@@ -30,6 +35,7 @@ class Tenant:
     max_concurrent: int | None = None
     kv_share: float = 0.0
     kv_group: str = ""
+    service_class: str = ""
     by_model: tuple[tuple[str, int | None, int | None], ...] = ()
     """(model, tokens_per_minute, max_concurrent) where a model has others than these; each model counts by itself."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
 from penstock.server.admission.forecast import Line
+from penstock.server.admission.limits import Left, limit_headers
 from penstock.server.admission.pace import Pace
 from penstock.server.admission.promises import Progress, Promises, Verdict
 from penstock.server.call import Call, Tenant
@@ -317,7 +319,7 @@ class Gate:
         if tenant.max_concurrent is not None and self._concurrent[tenant.name] >= tenant.max_concurrent:
             raise self._refusal(
                 "tenant_concurrency", 429, f"this key may have {tenant.max_concurrent} requests at once",
-                self.pace.endings_s(1, self._all.running_seqs) or 1.0, code="rate_limit_exceeded",
+                self._place_soon_s(), code="rate_limit_exceeded",
             )  # fmt: skip
 
     def _reserve(self, tenant: Tenant, cost: int) -> None:
@@ -424,21 +426,22 @@ class Gate:
         """Requests that were taken on and have no token yet."""
         return self._all.waiting
 
-    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
-        """What a tenant with limits has left, under OpenAI's names."""
-        out: list[tuple[str, str]] = []
+    def headers(self, tenant: Tenant, path: str = "") -> list[tuple[bytes, bytes]]:
+        """What a tenant with limits has left, under the names of the path's clients."""
+        lefts = []
         if tenant.max_concurrent is not None:
             left = max(0, tenant.max_concurrent - self._concurrent[tenant.name])
-            out += [("limit-requests", str(tenant.max_concurrent)), ("remaining-requests", str(left))]
+            reset_s = 0.0 if left else self._place_soon_s()
+            lefts.append(Left("requests", tenant.max_concurrent, left, reset_s))
         if tenant.tokens_per_minute is not None:
-            bucket = self._bucket(tenant, self._clock.now())
-            missing_s = (tenant.tokens_per_minute - bucket.level) * 60 / tenant.tokens_per_minute
-            out += [
-                ("limit-tokens", str(tenant.tokens_per_minute)),
-                ("remaining-tokens", str(max(0, int(bucket.level)))),
-                ("reset-tokens", f"{max(0.0, missing_s):.3f}s"),
-            ]
-        return [(b"x-ratelimit-" + name.encode(), value.encode()) for name, value in out]
+            level = self._bucket(tenant, self._clock.now()).level
+            missing_s = (tenant.tokens_per_minute - level) * 60 / tenant.tokens_per_minute
+            lefts.append(Left("tokens", tenant.tokens_per_minute, max(0, int(level)), missing_s))
+        return limit_headers(lefts, path, time.time()) if lefts else []
+
+    def _place_soon_s(self) -> float:
+        """Seconds until a request is expected to end."""
+        return self.pace.endings_s(1, self._all.running_seqs) or 1.0
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 

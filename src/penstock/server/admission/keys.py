@@ -24,7 +24,7 @@ from penstock.base.clock import Clock
 from penstock.base.errors import ConfigError
 from penstock.config import ServeConfig
 from penstock.config.server import ServerConfig
-from penstock.server.call import ANYONE, Tenant
+from penstock.server.call import ANYONE, CLASSES, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
 
@@ -227,6 +227,7 @@ def _key(path: Path, name: str, table: Any) -> Key:
         "admin",
         "kv_share",
         "kv_group",
+        "class",
         "models",
     }
     for field_name in table:
@@ -256,7 +257,10 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise wrong("kv_share: must be a number from 0.01 to 100")
     if not isinstance(group, str) or (group and not _NAME.fullmatch(group)):
         raise wrong("kv_group: must be a name of 1 to 64 letters, digits, dots, dashes or underscores")
-    limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group}
+    service_class = table.get("class", "")
+    if service_class not in ("", *CLASSES):
+        raise wrong(f"class: must be one of {', '.join(CLASSES)}")
+    limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group, "service_class": service_class}
     limits |= _limits(table, "", wrong)
     models = table.get("models", {})
     if not isinstance(models, dict) or not all(isinstance(one, dict) for one in models.values()):

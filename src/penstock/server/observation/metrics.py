@@ -270,8 +270,6 @@ class Metrics(Collector):
             {state: float(state == client.state) for state in (*_ENGINE_STATES, client.state)},
         )  # fmt: skip
         yield from self._gauge("draining", "1: nothing new is taken on.", float(draining(self.server)))
-        text = "Requests with a ttft_slo_ms that had a first token, by whether it was in time."
-        yield from self._labelled(CounterMetricFamily, "request_ttft_slo", text, ("met",), s.ttft_slo)
         watch = self.server.parts.get("loop_watch")
         if watch is not None:
             text = "Longest time that one piece of work held the server's event loop, in CPU time of its thread."
@@ -360,6 +358,8 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "request_errors", "Error answers.", ("status",), s.errors)
         text = "Finished requests with a tpot_slo_ms, by whether they kept it."
         yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
+        text = "Requests with a ttft_slo_ms that had a first token, by whether it was in time."
+        yield from self._labelled(CounterMetricFamily, "request_ttft_slo", text, ("met",), s.ttft_slo)
         watch = self.server.parts.get("loop_watch")
         if watch is not None:
             yield from self._counter("event_loop_long_holds", "Holds of the event loop over 50 ms.", watch.num_long)

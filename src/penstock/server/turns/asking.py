@@ -15,7 +15,7 @@ from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import SamplingParams
 from penstock.server.admission.choosing import unknown_model
-from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
+from penstock.server.call import ANYONE, CLASSES, Asker, Call, Prompt, Tenant
 from penstock.server.context import Server
 from penstock.server.transport.inner import PRIORITY
 from penstock.server.turns.defaults import sampling_defaults
@@ -167,6 +167,8 @@ def make_call(
 ) -> Call:
     """Raises InputError."""
     priority = caller.priority if options.priority is None else options.priority
+    if caller.tenant.service_class:
+        priority = max(CLASSES[caller.tenant.service_class], priority)  # nobody goes ahead of its class
     asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
