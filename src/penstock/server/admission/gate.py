@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.types import Scope
 
 from penstock.base.clock import Clock
-from penstock.base.errors import RefusedError
+from penstock.base.errors import InputError, RefusedError
 from penstock.config.server import ServerConfig
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
@@ -188,7 +189,15 @@ class Gate:
         """
         tenant, now = call.tenant, self._clock.now()
         work, width = self.promises.work(request, call.num_shared), width_of(request)
-        self.promises.check_possible(request, work)
+        promised = request
+        try:
+            self.promises.check_possible(request, work)
+        except InputError:
+            if request.slo_ttft_s not in (None, self._config.ttft_slo) or request.slo_tpot_s not in (
+                None, self._config.tpot_slo,
+            ):  # fmt: skip
+                raise
+            promised = msgspec.structs.replace(request, slo_ttft_s=None, slo_tpot_s=None)  # the server's own promise
         num_prompt = len(request.prompt_token_ids) - call.num_shared
         cost = cost_of(request) - call.num_shared
         self._check_engine()
@@ -205,7 +214,7 @@ class Gate:
                 "wait", 503, f"the request would wait about {wait_s:.0f} s, and {limit_s:g} s is the limit here",
                 wait_s - limit_s,
             )  # fmt: skip
-        verdict = self._check_slo(tenant, request, work)
+        verdict = self._check_slo(tenant, promised, work)
         ttft_s = None if verdict is None else verdict.ttft_s
         self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)

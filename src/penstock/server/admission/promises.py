@@ -129,7 +129,8 @@ class Promises:
             prompt = len(p.request.prompt_token_ids)
             if p.started_s is not None:
                 done = (now - p.started_s) / max(1e-6, speed.decode_s(speed.slots))
-                running.append(Run(max(p.out - done, p.out / 8, 1.0), p.width, prompt + p.out))
+                left = min(max(p.out - done, p.out / 8), p.request.max_tokens - done)
+                running.append(Run(max(1.0, left), p.width, prompt + p.out))
             else:
                 slo_s = p.request.slo_ttft_s
                 due_s = math.inf if slo_s is None else p.request.arrival_s + slo_s - now
@@ -172,7 +173,8 @@ class Promises:
             self._fastest_token_s = min(self._fastest_token_s, snapshot.prefill_token_s)
         step_s = 0.0 if math.isinf(self._fastest_step_s) else SURE * self._fastest_step_s
         token_s = 0.0 if math.isinf(self._fastest_token_s) else SURE * self._fastest_token_s
-        if request.slo_ttft_s is not None and request.slo_ttft_s < (least_s := max(step_s, work * token_s)):
+        least_s = max(step_s, work * token_s)
+        if request.slo_ttft_s is not None and request.slo_ttft_s < least_s:
             raise InputError(
                 f"ttft_slo_ms is {1000 * request.slo_ttft_s:g}, and the {work:.0f} prompt tokens that have to be "
                 f"computed take about {_ms(least_s / SURE)} ms here with nothing else to do; ask for no less than that",
