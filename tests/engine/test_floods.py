@@ -17,6 +17,7 @@ from penstock.core.request import Request
 from tests.engine.policy_sim import LinearTimer, ask, play, poisson, quantile
 
 TIMER = LinearTimer(0.010, 0.0002)
+FAIR = "fair:burst=1000"
 MACHINE = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 16, "budget": 128, "timer": TIMER}
 
 
@@ -41,8 +42,8 @@ def test_a_flood_leaves_first_tokens_of_others_within_one_and_a_half_times_idle(
     quiet = of("quiet", [ask(rng, t, rng.choice([300, 500, 700]), 10) for t in poisson(rng, 0.8, 20)])
     flood = of("flood", floods(kind, rng))
     both = sorted(flood + quiet, key=lambda r: r.arrival_s)
-    alone = play("fair", quiet, **MACHINE).ttft_s(quiet)
-    beside = play("fair", both, **MACHINE).ttft_s(quiet)
+    alone = play(FAIR, quiet, **MACHINE).ttft_s(quiet)
+    beside = play(FAIR, both, **MACHINE).ttft_s(quiet)
     plain = play("fcfs", both, shares=False, **MACHINE).ttft_s(quiet)
     print(f"{kind}: mean {fmean(alone):.3f} alone, {fmean(beside):.3f} beside it ({fmean(plain):.3f} without); "
           f"p90 {quantile(alone, 0.9):.3f}, {quantile(beside, 0.9):.3f} ({quantile(plain, 0.9):.3f})")  # fmt: skip

@@ -97,16 +97,17 @@ class WithShares:
         return out
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
-        """Those whose tenants stay within their parts, too."""
+        """First those for whom somebody above its part gives way: the first one of each tenant."""
         claims = list(self._inner.claims(waiting)) if self._inner.displaces else []
-        if not self._parts:
+        if not self._parts or self.queues is None:
             return claims
-        asked = {seq.seq_id for seq in claims}
         first: dict[str, Sequence] = {}
         for seq in waiting:
             if not seq.held:
                 first.setdefault(seq.request.tenant, seq)
-        return [*(s for s in first.values() if self._is_within(s)), *(s for s in claims if s.seq_id in asked)]
+        running = self.queues.running
+        mine = [s for s in first.values() if self._is_within(s) and self._youngest_above(running, s) is not None]
+        return [*mine, *(seq for seq in claims if seq not in mine)]
 
     def displaced(self, running: Seq[Sequence], newcomer: Sequence) -> Sequence | None:
         if self._parts:

@@ -38,6 +38,8 @@ ADMIN_PATHS = (
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 CHECK_S = 1.0
+FAIR = "fair:burst=1024"
+"""What is chosen for several keys: a prompt of usual length of who was away goes before a flood."""
 _LIMITS = ("tokens_per_minute", "max_concurrent")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
@@ -298,8 +300,8 @@ def fair_share(config: ServeConfig) -> ServeConfig:
     keys = _with_file(_fixed_keys(server), None if server.api_keys_file is None else Path(server.api_keys_file))
     if len(keys) < 2 or config.engine.scheduler.scheduling_policy != "fcfs":
         return config
-    log.info("there are %d keys: the scheduling policy is fair (fcfs: would keep first come, first served)", len(keys))
-    scheduler = replace(config.engine.scheduler, scheduling_policy="fair")
+    log.info("there are %d keys: the scheduling policy is %s (fcfs: would keep first come, first served)", len(keys), FAIR)
+    scheduler = replace(config.engine.scheduler, scheduling_policy=FAIR)
     return replace(config, engine=replace(config.engine, scheduler=scheduler))
 
 

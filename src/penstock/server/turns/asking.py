@@ -167,8 +167,9 @@ def make_call(
 ) -> Call:
     """Raises InputError."""
     priority = caller.priority if options.priority is None else options.priority
-    if caller.tenant.service_class:
-        priority = max(CLASSES[caller.tenant.service_class], priority)  # nobody goes ahead of its class
+    if caller.tenant.service_class:  # nobody goes ahead of its class
+        best = CLASSES[caller.tenant.service_class]
+        priority = best if options.priority is None else max(best, priority)
     asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
