@@ -155,7 +155,7 @@ def test_who_comes_again_at_the_time_it_was_told_is_taken_on_and_in_time(policy:
             if fate.refused is not None and sim.clock.now() > 105:
                 break
         assert fate.refused is not None
-        again = msgspec.structs.replace(request, request_id="at once", arrival_s=sim.clock.now())
+        again = msgspec.structs.replace(request, request_id="at once")
         assert policy != "fcfs" or sim.ask(again).refused is not None
         wait_s = fate.refused.retry_after_s
         assert wait_s is not None

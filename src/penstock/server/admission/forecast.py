@@ -28,6 +28,8 @@ class Speed:
     prefill_token_s: float = 0.0
     step_limit_s: float = 0.1
     min_chunk: int = 32
+    _steps: dict[int, float] = field(default_factory=dict, compare=False)
+    """A memo."""
 
     @property
     def known(self) -> bool:
@@ -35,7 +37,10 @@ class Speed:
 
     def decode_s(self, num_running: int) -> float:
         """Seconds of a step in which so many sequences decode."""
-        return step_s(self.decode, num_running)
+        seconds = self._steps.get(num_running)
+        if seconds is None:
+            seconds = self._steps[num_running] = step_s(self.decode, num_running)
+        return seconds
 
     def prefill_s(self, num_tokens: float, num_running: int) -> tuple[float, float]:
         """(seconds, steps) to compute so many tokens of prompts beside so many sequences that decode. A part of a step
@@ -163,6 +168,11 @@ class Line:
             end, _, ended, _ = heappop(ends)
             time_s += max(0.0, end - step) * self.speed.decode_s(running)
             step, running = max(step, end), running - ended
+
+    def add(self, wait: Wait) -> None:
+        """A newcomer was taken on. With `by_due` it stands last until the line is made anew."""
+        self._enter(wait)
+        self._tail = None
 
     # -- playing forward -----------------------------------------------------------------------------------------
 

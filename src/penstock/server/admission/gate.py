@@ -456,7 +456,7 @@ class Gate:
 
     def _add(self, request_id: str, entry: Admitted) -> None:
         self.num_admitted += 1
-        self.promises.changed()
+        self.promises.added(entry.progress)
         self._entries[request_id] = self._unstarted[request_id] = entry
         own = self._loads.setdefault(entry.tenant.name, Load())
         own.weight = entry.tenant.weight

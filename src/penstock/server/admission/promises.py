@@ -7,7 +7,7 @@ it can be if nobody else comes. Each prediction is compared with what became of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,8 +28,10 @@ WAITED_S = 0.05
 """What shorter waits were by their prediction says nothing: a step is as long."""
 SURE = 0.8
 """What is called impossible is faster than this part of the fastest that was ever measured."""
-LINE_S = 0.02
-"""The queue is played forward anew when it has changed, or after so many seconds."""
+LINE_S, ENTRY_S = 0.02, 0.0005
+"""The queue is played forward anew when it has changed, or after so many seconds; if it is long, only after so many for
+each request in it."""
+FEW = 32
 
 
 @dataclass(eq=False)
@@ -81,7 +83,9 @@ class Promises:
         self._lengths: dict[int, float] = {}
         """Mean generated tokens, by what was asked for at most (in powers of two)."""
         self._fastest_token_s = self._fastest_step_s = math.inf
-        self._line: tuple[float, float, Line] | None = None
+        self._line: Line | None = None
+        self._line_s = -math.inf
+        self._dirty = True
 
     @property
     def _facts(self) -> EngineInfo:
@@ -137,15 +141,25 @@ class Promises:
                 waiting.append(Wait(p.work, p.width, p.out, prompt + p.out, due_s))
         return Line(speed, running, waiting, by_due=self._by_due)
 
-    def whole_line(self, entries: Iterable[Progressing], now: float) -> Line:
+    def whole_line(self, entries: Collection[Progressing], now: float) -> Line:
         """`line` of all, played anew only where something has changed."""
-        if self._line is None or now - self._line[0] > LINE_S:
-            self._line = (now, now, self.line(entries, now))
-        return self._line[2]
+        age_s, num = now - self._line_s, len(entries)
+        due = self._dirty if num <= FEW else age_s >= ENTRY_S * num
+        if self._line is None or due or age_s >= max(LINE_S, ENTRY_S * num):
+            self._line, self._line_s, self._dirty = self.line(entries, now), now, False
+        return self._line
 
     def changed(self) -> None:
-        """Somebody was taken on, had a first token or has ended."""
-        self._line = None
+        """Somebody had a first token or has ended."""
+        self._dirty = True
+
+    def added(self, progress: Progress) -> None:
+        """Somebody was taken on."""
+        if self._line is None or self._by_due:
+            self._line = None
+        else:
+            held = len(progress.request.prompt_token_ids) + progress.out
+            self._line.add(Wait(progress.work, progress.width, progress.out, held))
 
     def advance(self, unstarted: Iterable[Progressing], num_running: int, seconds: float) -> None:
         """So much time has passed: prompts of those first in the queue are computed by so much more."""

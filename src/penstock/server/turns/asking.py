@@ -169,7 +169,7 @@ def make_call(
     priority = caller.priority if options.priority is None else options.priority
     if caller.tenant.service_class:  # nobody goes ahead of its class
         best = CLASSES[caller.tenant.service_class]
-        priority = best if options.priority is None else max(best, priority)
+        priority = max(best, priority) if options.priority is not None or caller.priority else best
     asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
