@@ -69,7 +69,7 @@ class SloAware(Fcfs):
     name = "slo"
 
     def __init__(
-        self, ttft_s: float = 1.0, tpot_s: float = 0.1, patience_s: float = 10.0, turns: int = 4, class_s: float = 60.0,
+        self, ttft_s: float = 1.0, tpot_s: float = 0.1, patience_s: float = 30.0, turns: int = 4, class_s: float = 60.0,
         min_chunk: int = 16, window: int = 256,
     ) -> None:  # fmt: skip
         if not min(ttft_s, tpot_s, patience_s) >= 0:
