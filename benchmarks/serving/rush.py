@@ -17,11 +17,11 @@ import re
 import resource
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
-
 from benchmarks.serving.server import ASKED, percentiles, serving
 
 
@@ -42,12 +42,11 @@ async def rush(url: str, num: int, sockets: int, tokens: int) -> tuple[list[Answ
     body = json.dumps(ASKED | {"max_tokens": tokens}).encode()
     message = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     message += b"Content-Length: %d\r\n\r\n" % len(body) + body
-    expected = json.loads(httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"},
-                                     timeout=60).content)["choices"][0]["text"]  # fmt: skip
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(url + "/v1/completions", content=body, headers=headers, timeout=60).json()
+    expected = answer["choices"][0]["text"]
     found: list[Answered] = []
-    pairs = []
-    for _ in range(sockets):
-        pairs.append(await asyncio.open_connection(host, int(port)))
+    pairs = [await asyncio.open_connection(host, int(port)) for _ in range(sockets)]
     todo, sent_last = iter(range(num)), 0.0
     began = time.perf_counter()
 
@@ -76,7 +75,7 @@ async def rush(url: str, num: int, sockets: int, tokens: int) -> tuple[list[Answ
 def out_of_order(found: list[Answered], slack_s: float) -> float:
     """Of neighbours among those that were answered, in order of sending, how many ended the other way round by more."""
     served = sorted((one for one in found if one.status == 200), key=lambda one: one.sent_s)
-    turned = sum(a.ended_s > b.ended_s + slack_s for a, b in zip(served, served[1:], strict=False))
+    turned = sum(a.ended_s > b.ended_s + slack_s for a, b in pairwise(served))
     return turned / max(1, len(served) - 1)
 
 

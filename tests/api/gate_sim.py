@@ -152,9 +152,7 @@ class GateSim:
 
     def run(self, load: Sequence[Request], tenants: Sequence[Tenant] = ()) -> list[Fate]:
         """Requests in order of arrival, and everything to its end. Arrivals count from now."""
-        fates = [
-            self.ask_at(request, tenants[n] if tenants else ANYONE) for n, request in enumerate(load)
-        ]
+        fates = [self.ask_at(request, tenants[n] if tenants else ANYONE) for n, request in enumerate(load)]
         while self.core.has_work:
             self.until(self.clock.now() + 1.0)
         return fates

@@ -227,7 +227,12 @@ def posted(server: LiveServer, path: str, body: dict[str, object], **headers: st
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/completions", ASK), ("/v1/chat/completions", CHAT), ("/v1/messages", CHAT), ("/v1/responses", {"input": "Hi"})],
+    [
+        ("/v1/completions", ASK),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", CHAT),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
 )
 def test_times_that_nobody_can_keep_are_told_what_is_possible(
     promising: LiveServer, path: str, body: dict[str, object]
@@ -285,5 +290,3 @@ def test_a_refusal_has_the_shape_that_clients_know(promising: LiveServer) -> Non
     assert 30 <= int(answer.headers["retry-after"]) <= 60
     assert messages.json()["error"]["type"] == "rate_limit_error"
     assert gate.refused["slo"] == 2
-
-

@@ -36,7 +36,16 @@ key = "sk-bob"
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (-1, "0s"), (0.0191, "20ms"), (0.9991, "1000ms"), (1, "1s"), (59.2, "1m0s"), (360, "6m0s"), (3723, "1h2m3s")],
+    [
+        (0, "0s"),
+        (-1, "0s"),
+        (0.0191, "20ms"),
+        (0.9991, "1000ms"),
+        (1, "1s"),
+        (59.2, "1m0s"),
+        (360, "6m0s"),
+        (3723, "1h2m3s"),
+    ],
 )
 def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -123,7 +132,14 @@ def test_classes_and_parts_reach_the_engine(keyed: tuple[LiveServer, Path]) -> N
 
     client.submit = watched  # type: ignore[method-assign]
     try:
-        for key, priority in (("sk-alice", None), ("sk-alice", -9), ("sk-alice", 0), ("sk-batch", -9), ("sk-batch", 5), ("sk-bob", -9)):
+        for key, priority in (
+            ("sk-alice", None),
+            ("sk-alice", -9),
+            ("sk-alice", 0),
+            ("sk-batch", -9),
+            ("sk-batch", 5),
+            ("sk-bob", -9),
+        ):
             assert post(server, key, priority=priority).status_code == 200
     finally:
         client.submit = submit  # type: ignore[method-assign]

@@ -23,8 +23,8 @@ class Tenant:
 
     `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
     and generated tokens; `max_concurrent`: requests at once; None: no limit of its own. `kv_share`: its part of each
-    tier of KV, and of what running requests hold while others wait, 0 to 1; 0: tenants have no parts. `kv_group`: with whose keys it may share blocks; "": with nobody's.
-    `service_class`: one of `CLASSES`.
+    tier of KV, and of what running requests hold while others wait, 0 to 1; 0: tenants have no parts. `kv_group`: with
+    whose keys it may share blocks; "": with nobody's. `service_class`: one of `CLASSES`, or "".
     """
 
     name: str = "default"

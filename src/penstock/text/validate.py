@@ -208,8 +208,8 @@ def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
-    slo_tpot_s: float | None = None, slo_ttft_s: float | None = None, hints: Sequence[KVHint] = (), modules: Sequence[int] = (),
-    recompute: float = 0.0, adapter: AdapterRef | None = None,
+    slo_tpot_s: float | None = None, slo_ttft_s: float | None = None, hints: Sequence[KVHint] = (),
+    modules: Sequence[int] = (), recompute: float = 0.0, adapter: AdapterRef | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 

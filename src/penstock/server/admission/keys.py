@@ -300,7 +300,9 @@ def fair_share(config: ServeConfig) -> ServeConfig:
     keys = _with_file(_fixed_keys(server), None if server.api_keys_file is None else Path(server.api_keys_file))
     if len(keys) < 2 or config.engine.scheduler.scheduling_policy != "fcfs":
         return config
-    log.info("there are %d keys: the scheduling policy is %s (fcfs: would keep first come, first served)", len(keys), FAIR)
+    log.info(
+        "there are %d keys: the scheduling policy is %s (fcfs: would keep first come, first served)", len(keys), FAIR
+    )
     scheduler = replace(config.engine.scheduler, scheduling_policy=FAIR)
     return replace(config, engine=replace(config.engine, scheduler=scheduler))
 

@@ -28,10 +28,9 @@ WAITED_S = 0.05
 """What shorter waits were by their prediction says nothing: a step is as long."""
 SURE = 0.8
 """What is called impossible is faster than this part of the fastest that was ever measured."""
-LINE_S, ENTRY_S = 0.02, 0.0005
-"""The queue is played forward anew when it has changed, or after so many seconds; if it is long, only after so many for
-each request in it."""
-FEW = 32
+LINE_S, ENTRY_S, FEW = 0.02, 0.0005, 32
+"""The queue is played forward anew when it has changed, or after so many seconds; if it has more than a few requests,
+only after so many seconds for each of them."""
 
 
 @dataclass(eq=False)

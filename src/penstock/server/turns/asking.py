@@ -93,7 +93,9 @@ def _slo_ms(request: Request) -> dict[str, float]:
     return found
 
 
-def _slo_s(caller: Caller, given_ms: float | None, name: str, most_ms: float, otherwise_s: float | None) -> float | None:
+def _slo_s(
+    caller: Caller, given_ms: float | None, name: str, most_ms: float, otherwise_s: float | None
+) -> float | None:
     """Seconds of a promise. Raises InputError."""
     value_ms, param = given_ms, name
     if value_ms is None and name in caller.slo_ms:
@@ -101,9 +103,7 @@ def _slo_s(caller: Caller, given_ms: float | None, name: str, most_ms: float, ot
     if value_ms is None:
         return otherwise_s
     if not 0 < value_ms <= most_ms:
-        raise InputError(
-            f"{param} must be above 0 and at most {most_ms:,} milliseconds, not {value_ms:g}", param=param
-        )
+        raise InputError(f"{param} must be above 0 and at most {most_ms:,} milliseconds, not {value_ms:g}", param=param)
     return value_ms / 1000
 
 
@@ -177,8 +177,12 @@ def make_call(
         )
     config = caller.server.config
     promised = priority <= 0  # the server promises nothing to lower classes
-    slo_ttft_s = _slo_s(caller, options.ttft_slo_ms, "ttft_slo_ms", MAX_TTFT_SLO_MS, config.ttft_slo if promised else None)
-    slo_tpot_s = _slo_s(caller, options.tpot_slo_ms, "tpot_slo_ms", MAX_TPOT_SLO_MS, config.tpot_slo if promised else None)
+    slo_ttft_s = _slo_s(
+        caller, options.ttft_slo_ms, "ttft_slo_ms", MAX_TTFT_SLO_MS, config.ttft_slo if promised else None
+    )
+    slo_tpot_s = _slo_s(
+        caller, options.tpot_slo_ms, "tpot_slo_ms", MAX_TPOT_SLO_MS, config.tpot_slo if promised else None
+    )
     if options.cut_max_tokens and params.max_tokens is not None:
         left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
         params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
