@@ -97,8 +97,8 @@ class ServerConfig(Section):
         60.0, "Seconds of predicted waiting from which requests are refused; 0: any.", minimum=0
     )
     ttft_slo: float | None = setting(
-        None, "Seconds in which first tokens should come (ttft_slo_ms of a request goes before it). Where one is foreseen "
-        "to be late, its request is refused at once, with the time at which it would not be.", above=0,
+        None, "Seconds in which first tokens should come (ttft_slo_ms of a request goes before it). Where one is "
+        "foreseen to be late, its request is refused at once, with the time at which it would not be.", above=0,
     )  # fmt: skip
     tpot_slo: float | None = setting(
         None, "Seconds that a token after the first should take on average (tpot_slo_ms of a request goes before it).",

@@ -57,6 +57,6 @@ def step_s(decode: list[float], num_decodes: int) -> float:
     above = min((b for b in known if b > at), default=below)
     if above <= below:
         return decode[below]
-    low, high = 1.5 * 2**below, 1.5 * 2**above
+    low, high = 1.5 * (1 << below), 1.5 * (1 << above)
     part = min(1.0, max(0.0, (num_decodes - low) / (high - low)))
     return decode[below] + part * (decode[above] - decode[below])

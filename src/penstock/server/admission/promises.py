@@ -43,8 +43,8 @@ class Progress:
     work: float
     out: float
     predicted_s: float | None = None
-    """Seconds to its first token, from its admission on; None: nothing was known. `turn_s`: of these, until its turn, before that was
-    corrected by `bias`."""
+    """Seconds to its first token, from its admission on; None: nothing was known. `turn_s`: of these, until its turn,
+    before that was corrected by `bias`."""
     turn_s: float = 0.0
     bias: float = 1.0
     admitted_s: float = 0.0
