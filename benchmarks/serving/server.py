@@ -151,8 +151,8 @@ def refusals(log: Path) -> dict[str, float]:
     return percentiles(sorted(times)) | {"n": len(times)}
 
 
-async def flood(url: str, seconds: float) -> dict[str, Any]:
-    """Row 50: TTFT of one key, alone and beside another key's flood."""
+async def flood(url: str, seconds: float, *, words: int = 4) -> dict[str, Any]:
+    """Row 50: TTFT of one key, alone and beside another key's flood, whose prompts have so many words."""
     other = httpx.AsyncClient(base_url=url, timeout=300, headers={"authorization": "Bearer beta"})
     limits = httpx.Limits(max_connections=None)
     async with (
@@ -179,7 +179,8 @@ async def flood(url: str, seconds: float) -> dict[str, Any]:
 
         async def shout(i: int, until: float) -> None:
             while time.perf_counter() < until:
-                answer = await noisy.post("/v1/completions", json=ASKED | {"max_tokens": 64, "seed": i})
+                loud = {"prompt": f"{i} " + "there was a king " * (words // 4), "max_tokens": 64}
+                answer = await noisy.post("/v1/completions", json=ASKED | loud)
                 if answer.status_code != 200:
                     await asyncio.sleep(0.2)
 
@@ -234,9 +235,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trials", type=int, default=200, help="of the timing probe")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--floods", action="store_true", help="the floods alone (a minute)")
     args = parser.parse_args()
     console = Console()
     small = ("--max-model-len", "512", "--num-gpu-blocks-override", "1024")
+    if args.floods:
+        told = floods(small)
+        console.print(told)
+        if args.out is not None:
+            args.out.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+        return
     result: dict[str, Any] = {"start": start_times(args.repeats)}
     console.print(result)
     with serving(*small, "--ops", "blas") as (url, pid, _):
@@ -249,8 +257,7 @@ def main() -> None:
         result["overload"]["server_refusal_ms"] = refusals(log)
     console.print(result["overload"])
     threading.Event().wait(0.5)
-    with serving(*small, "--api-key", "alpha,beta") as (url, _, _):
-        result["flood"] = asyncio.run(flood(url, 12.0))
+    result |= floods(small)
     with serving(*small, "--ops", "blas", "--api-key", "alpha,beta") as (url, _, _):
         result["timing_probe"] = asyncio.run(probe_timing(url, args.trials))
     table = Table("figure", "value")
@@ -260,6 +267,22 @@ def main() -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
+def floods(small: tuple[str, ...]) -> dict[str, Any]:
+    """Beside many short requests; beside prompts of which a few fill the memory, where each key has half of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys.toml"
+        keys.write_text('[flood]\nkey = "alpha"\nkv_share = 1\n[quiet]\nkey = "beta"\nkv_share = 1\n')
+        with serving(*small, "--api-key", "alpha,beta") as (url, _, _):
+            short = asyncio.run(flood(url, 10.0))
+        tight = ("--max-model-len", "512", "--num-gpu-blocks-override", "64", "--api-keys-file", str(keys))
+        with serving(*tight) as (url, _, _):
+            long = asyncio.run(flood(url, 10.0, words=300))
+    found = {"flood": short, "long_flood": long}
+    for one in found.values():
+        one["times_idle"] = one["beside_ms"]["median"] / one["idle_ms"]["median"]
+    return found
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from penstock.base.errors import RefusedError
 from penstock.config import serve_from_kwargs
 from penstock.config.server import ServerConfig
 from penstock.core.messages import EngineInfo, EngineSnapshot
+from penstock.core.output import RequestMetrics
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams, TokenRules
 from penstock.engine.frontend import EngineClient
@@ -44,7 +45,7 @@ class FakeStream:
     def __init__(self, num_tokens: int = 10) -> None:
         self.started = False
         sample = type("Sample", (), {"token_ids": [0] * num_tokens})
-        self.final = type("Final", (), {"outputs": [sample]})
+        self.final = type("Final", (), {"outputs": [sample], "metrics": RequestMetrics()})
 
 
 class Bench:

@@ -20,7 +20,7 @@ from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError
 from penstock.config import add_arguments, serve_from_args, serve_from_kwargs
 from penstock.config.server import ServerConfig
-from penstock.server.admission.keys import OPEN_PATHS, Keys, fair_share, is_loopback
+from penstock.server.admission.keys import FAIR, OPEN_PATHS, Keys, fair_share, is_loopback
 from penstock.server.app import routes
 from penstock.server.call import ANYONE
 from penstock.server.errors import WireError
@@ -393,7 +393,7 @@ def test_several_keys_make_the_policy_fair(tmp_path: Path, caplog: pytest.LogCap
 
     caplog.set_level(logging.INFO)
     assert policy() == policy(api_key="a") == "fcfs"
-    assert policy(api_key="a,b") == policy(api_key="a", admin_api_key="b") == "fair"
+    assert policy(api_key="a,b") == policy(api_key="a", admin_api_key="b") == FAIR
     assert policy(api_key="a,b", scheduling_policy="priority") == "priority"
     assert policy(api_key="a,b", scheduling_policy="fcfs:") == "fcfs:"
 

@@ -22,6 +22,7 @@ from penstock.sched.offline import WithOffline
 from penstock.sched.policy import make_policy
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sched.scheduler import Scheduler
+from penstock.sched.shares import WithShares
 from tests.engine.fake_model import spec
 from tests.engine.harness import request
 
@@ -111,16 +112,20 @@ def play(
     offline: str = "",
     step_s: float = 0.1,
     slowdown: float = 0.1,
+    shares: bool = True,
     **more: Any,
 ) -> Played:
     """Serve `load` (sorted by arrival_s) to its end; every request must end. `max_adapters`: that run at once, if any
     are served. `offline`: the policy of offline work, whose steps alone take `step_s`, and beside others a share of
-    `slowdown` longer; without one it is as all other. `more`: of the KV manager."""
+    `slowdown` longer; without one it is as all other. `shares`: of tenants in the memory are kept. `more`: of the KV
+    manager."""
     timer = timer or LinearTimer()
     clock = VirtualClock()
     groups = group_layers([cache_spec(layer, "float32") for layer in spec(slots=False).layers])
     kv = KVManager(groups, [num_blocks], block_size, prefix_cache=prefix_cache, eviction=eviction, **more)
     orders: Any = make_policy(policy)
+    if shares:
+        orders = shared = WithShares(orders)
     behind = WithOffline(orders, make_policy(offline), step_s=step_s, slowdown=slowdown) if offline else None
     orders = behind or orders
     if max_adapters:
@@ -128,6 +133,8 @@ def play(
     scheduler = (Scheduler if hooks else HooklessScheduler)(
         kv, orders, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, offline=behind
     )
+    if shares:
+        shared.queues = scheduler
     if max_adapters:
         placed.queues = scheduler
     executor = SimExecutor(timer, clock, vocab_size=VOCAB, depth=depth)

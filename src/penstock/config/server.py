@@ -53,7 +53,7 @@ class ServerConfig(Section):
     )  # fmt: skip
     api_keys_file: str | None = setting(
         None, "TOML file of keys, one table [name] each: key or key_sha256, weight, tokens_per_minute, "
-        "max_concurrent, admin."
+        "max_concurrent, kv_share, class, admin."
     )  # fmt: skip
     admin_api_key: str | None = setting(None, "Key for the admin routes; without one they do not exist.", secret=True)
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM). A changed file is taken up without a restart.")
@@ -96,6 +96,14 @@ class ServerConfig(Section):
     max_queue_wait: float = setting(
         60.0, "Seconds of predicted waiting from which requests are refused; 0: any.", minimum=0
     )
+    ttft_slo: float | None = setting(
+        None, "Seconds in which first tokens should come (ttft_slo_ms of a request goes before it). Where one is "
+        "foreseen to be late, its request is refused at once, with the time at which it would not be.", above=0,
+    )  # fmt: skip
+    tpot_slo: float | None = setting(
+        None, "Seconds that a token after the first should take on average (tpot_slo_ms of a request goes before it).",
+        above=0,
+    )  # fmt: skip
     request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
     max_body_bytes: int = setting(16 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)

@@ -42,6 +42,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     packed_file: str = ""
     """See `Executor.packed_file`."""
     load_s: float = 0.0
+    alone_s: list[tuple[int, float]] = []
+    """(tokens, seconds) of prompts that are computed alone, as the cost model has it: before anything is measured."""
+    drafts: bool = False
+    """A step may yield several tokens of a sequence."""
     caches_prefixes: bool = True
     pin_blocks: int = 0
     """Blocks that hints may pin."""
@@ -80,8 +84,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     `step` counts steps; `time_s` is the monotonic clock of the machine. Counters are `core.events.EngineStats`' names.
     `memory_bytes`: bytes by subsystem ("weights", "prefix_tree", ...; "kv" is what was taken for KV, "kv_limit" what it
-    may take). KV numbers are blocks of all groups. Who waits as offline work is in `num_offline_waiting` alone; who runs
-    as such is one of `num_running`, too.
+    may take). KV numbers are blocks of all groups. Who waits as offline work is in `num_offline_waiting` alone; who
+    runs as such is one of `num_running`, too.
     """
 
     time_s: float = 0.0
@@ -99,6 +103,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierFacts] = []
     """`kv.tier_facts` makes them, and counters beside."""
     memory_bytes: dict[str, int] = {}
+    decode_s: list[float] = []
+    """What its steps take, with `prefill_token_s` (`sched.costs.StepCosts`)."""
+    prefill_token_s: float = 0.0
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
 

@@ -81,6 +81,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
         arrival_s: clock reading at arrival; metrics, and policies that look at ages.
         tenant: whose request it is, by name; `weight`: that tenant's share (only the policy `fair` looks at them).
+        slo_ttft_s: seconds after its arrival in which the first token should be there (only the policy `slo` looks at
+            it). None: no promise.
         slo_tpot_s: seconds that a token after the first should take on average; drafts go to those who are behind
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
@@ -88,7 +90,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         calls: tools that its one sample calls, in order (`sched.pauses`). What they bring counts as generated.
         expected_tokens: how many it is expected to generate (policies that say so look at it); 0: `max_tokens`.
         hints: what is to happen to its blocks.
-        kv_share: the part of each tier of KV that its tenant has, 0 to 1; 0: tenants have no parts (`kv.shares`).
+        kv_share: the part of each tier of KV that its tenant has, and of what running requests may hold while others
+            wait, 0 to 1; 0: tenants have no parts (`kv.shares`, `sched.shares`).
         keeper: under whose name a store keeps its blocks, if not the tenant's: those of a group that shares them.
         modules: where the texts end with which the prompt begins and each of which is computed by itself
             (`kv.modules`): whole blocks, at least one token less than the prompt. `taint` says so (`module_taint`).
@@ -113,6 +116,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     tenant: str = ""
     weight: float = 1.0
     slo_tpot_s: float | None = None
+    slo_ttft_s: float | None = None
     resume: Resume | None = None
     repetition: RepetitionDetectionParams | None = None
     calls: list[ApiCall] = []

@@ -38,6 +38,7 @@ from penstock.runner.runner import Runner
 from penstock.sched.offline import WithOffline
 from penstock.sched.policy import make_offline_policy, make_policy
 from penstock.sched.scheduler import Scheduler
+from penstock.sched.shares import WithShares
 from penstock.weights.load import fingerprint
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ def engine_core(
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
     policy: Any = make_policy(config.scheduler.scheduling_policy)
+    policy = shared = WithShares(policy)
     policy = offline = WithOffline(
         policy, make_offline_policy(config.scheduler.offline_policy),
         step_s=config.scheduler.offline_step_ms / 1000, slowdown=config.scheduler.offline_slowdown,
@@ -269,6 +271,7 @@ def engine_core(
         drafts=drafts or make_controller(config, timer),
         offline=offline,
     )
+    shared.queues = scheduler
     if config.lora.enable_lora:
         placed.queues = scheduler
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

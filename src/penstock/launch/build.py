@@ -18,6 +18,7 @@ from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.messages import EngineInfo
 from penstock.core.model_spec import ModelSpec
+from penstock.core.step_shape import EMPTY
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.executor.rank import Progress, RankSpec
@@ -238,10 +239,14 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
     """What a front end needs to know of a running engine."""
     core = engine.core
     num_blocks = sum(group.total for group in core.kv.stats().groups)
+    timer, longest = core.scheduler.timer, engine.limits.max_model_len
+    lengths = sorted({min(longest, 4**n) for n in range(12)}) if timer is not None else []
     info = _info(config, engine.plan, engine.spec, engine.limits, num_blocks, core.scheduler.max_num_seqs)
     return msgspec.structs.replace(
-        info, pid=pid, packed_file=core.executor.packed_file, load_s=load_s, pin_blocks=core.kv.hints.most_pinned
-    )
+        info, pid=pid, packed_file=core.executor.packed_file, load_s=load_s, pin_blocks=core.kv.hints.most_pinned,
+        alone_s=[(n, timer.step_s(EMPTY.plus(0, n, 1))) for n in lengths if timer is not None],
+        drafts=core.scheduler.drafts is not None,
+    )  # fmt: skip
 
 
 def _info(

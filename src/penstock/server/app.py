@@ -21,6 +21,7 @@ from penstock import __version__
 from penstock.server.admission.choosing import choose, limited
 from penstock.server.admission.gate import GENERATING, Gate
 from penstock.server.admission.keys import Keys, is_loopback
+from penstock.server.admission.limits import EXPOSED
 from penstock.server.call import ANYONE, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError, wire_error
@@ -62,11 +63,7 @@ MODULES = (
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")
-_EXPOSED = (
-    "x-request-id", "retry-after", "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens",
-    "x-ratelimit-remaining-requests", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
-    "x-penstock-weight-version",
-)  # fmt: skip
+_EXPOSED = ("x-request-id", "retry-after", "x-penstock-weight-version", *EXPOSED)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -179,7 +176,7 @@ class Around:
                 if (version := server.weight_version) is not None:
                     headers.append((b"x-penstock-weight-version", version.encode()))
                 if gate is not None:
-                    headers += gate.headers(state["tenant"])
+                    headers += gate.headers(state["tenant"], path)
                 ignored = state.get("ignored")
                 if ignored:
                     headers.append((b"x-ignored-fields", ", ".join(ignored).encode()))

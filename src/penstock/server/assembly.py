@@ -70,6 +70,7 @@ def assembled(
     server.speculates = found or config.engine.speculation is not None  # asked for, or with the checkpoint
     server.warm_grammars = config.engine.cache.warm_grammars
     server.parts["front"] = front
+    server.parts["by_due"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "slo"
     server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
     server.closers += [client.stop, service.encoding.queue.close]
     return server

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from penstock.text.grammar.lead import Lead
 
 
+CLASSES = {"interactive": -1, "standard": 0, "batch": 1}
+"""Classes of service, and the priority that requests of such a key have at best (smaller goes first)."""
+
+
 @dataclass(frozen=True)
 class Tenant:
     """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
 
     `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
     and generated tokens; `max_concurrent`: requests at once; None: no limit of its own. `kv_share`: its part of each
-    tier of KV, 0 to 1; 0: tenants have no parts. `kv_group`: with whose keys it may share blocks; "": with nobody's.
+    tier of KV, and of what running requests hold while others wait, 0 to 1; 0: tenants have no parts. `kv_group`: with
+    whose keys it may share blocks; "": with nobody's. `service_class`: one of `CLASSES`, or "".
     """
 
     name: str = "default"
@@ -30,6 +35,7 @@ class Tenant:
     max_concurrent: int | None = None
     kv_share: float = 0.0
     kv_group: str = ""
+    service_class: str = ""
     by_model: tuple[tuple[str, int | None, int | None], ...] = ()
     """(model, tokens_per_minute, max_concurrent) where a model has others than these; each model counts by itself."""
 
@@ -70,8 +76,9 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average. `offline_s`: for so long it is offline
-    work; None: it is not. `default_max_tokens`: how many tokens
+    `slo_tpot_s`: seconds that a token after the first should take on average; `slo_ttft_s`: from `arrival_s`, in which
+    the first one should be there. `offline_s`: for so long it is offline work; None: it is not. `default_max_tokens`: how
+    many tokens
     are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
     what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
     request has brought and the engine has computed, so that admission does not count them again.
@@ -87,6 +94,7 @@ class Call:
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
+    slo_ttft_s: float | None = None
     default_max_tokens: int | None = None
     lead: Lead | None = None
     num_shared: int = 0

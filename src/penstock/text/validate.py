@@ -208,12 +208,12 @@ def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
-    slo_tpot_s: float | None = None, hints: Sequence[KVHint] = (), modules: Sequence[int] = (),
-    recompute: float = 0.0, adapter: AdapterRef | None = None,
+    slo_tpot_s: float | None = None, slo_ttft_s: float | None = None, hints: Sequence[KVHint] = (),
+    modules: Sequence[int] = (), recompute: float = 0.0, adapter: AdapterRef | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
-    `reference`: ids of a text that the output is likely to repeat. `slo_tpot_s`, `modules`, `recompute`: see `Request`.
+    `reference`: ids of a text that the output is likely to repeat. The others: see `Request`.
     """
     beam: BeamSearchParams | None = None
     if isinstance(params, BeamSearchParams):
@@ -254,7 +254,7 @@ def build_request(
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
         namespace=namespace_of(namespace, adapter), taint=module_taint(taint, list(modules), recompute),
-        arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam),
+        arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, slo_ttft_s=slo_ttft_s, repetition=_watched(params, beam),
         hints=_hints(hints, params, beam),
         modules=list(modules) if len(modules) > 1 else [], recompute=recompute if len(modules) > 1 else 0.0,
     )  # fmt: skip

@@ -22,6 +22,7 @@ POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
 POLICIES.add("lamps", "penstock.sched.policy.lamps:Lamps")
 POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
 POLICIES.add("priority", "penstock.sched.policy.priority:Priority")
+POLICIES.add("slo", "penstock.sched.policy.slo:SloAware")
 POLICIES.add("splitfuse", "penstock.sched.policy.splitfuse:SplitFuse")
 POLICIES.add("static", "penstock.sched.policy.static:Static")
 _QUESTIONS = [*SchedulingPolicy.__annotations__, *(name for name in vars(SchedulingPolicy) if name[0] != "_")]

@@ -42,17 +42,22 @@ class Fair(Fcfs):
     """Args:
     output_cost: what a generated token counts, in prompt tokens.
     window: waiting requests offered to one step.
+    burst: credit, in prompt tokens, that a tenant may bring back from an absence. It puts so much of a newcomer before
+        a flood, and by so much more than the paper's bound two tenants' services may differ.
     """
 
     name = "fair"
     displaces = True
 
-    def __init__(self, output_cost: float = 2.0, window: int = 64) -> None:
+    def __init__(self, output_cost: float = 2.0, window: int = 64, burst: int = 0) -> None:
         if not output_cost > 0:
             raise ConfigError(f"output_cost is {output_cost}; it must be above 0", field="output_cost")
         if window < 1:
             raise ConfigError(f"window is {window}; it must be at least 1", field="window")
+        if burst < 0:
+            raise ConfigError(f"burst is {burst}; it must not be negative", field="burst")
         self.output_cost = output_cost
+        self.burst = burst
         self.window = window
         self._shares: dict[str, Share] = {}
         self._followed: dict[int, tuple[Sequence, int]] = {}
@@ -148,7 +153,7 @@ class Fair(Fcfs):
     def _share(self, seq: Sequence) -> Share:
         share = self._shares.get(seq.request.tenant)
         if share is None:
-            share = self._shares[seq.request.tenant] = Share(counter=self._floor)
+            share = self._shares[seq.request.tenant] = Share(counter=self._floor - self.burst)
         share.weight = max(1e-6, seq.request.weight)
         return share
 
@@ -163,12 +168,12 @@ class Fair(Fcfs):
         for queue in queues.values():
             share = self._share(queue[0])
             if not share.queued:
-                share.counter = max(share.counter, self._floor)
+                share.counter = max(share.counter, self._floor - self.burst)
             share.queued = True
         for name, share in list(self._shares.items()):
             if name not in queues:
                 share.queued = False
-                if len(self._shares) > MAX_TENANTS and share.counter <= self._floor:
+                if len(self._shares) > MAX_TENANTS and share.counter <= self._floor - self.burst:
                     del self._shares[name]  # it would be lifted to the same
 
     def _merge(self, queues: dict[str, list[Sequence]], num_running: int) -> list[Sequence]:

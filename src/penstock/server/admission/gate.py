@@ -9,20 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.types import Scope
 
 from penstock.base.clock import Clock
-from penstock.base.errors import RefusedError
+from penstock.base.errors import InputError, RefusedError
 from penstock.config.server import ServerConfig
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
+from penstock.server.admission.forecast import Line
+from penstock.server.admission.limits import Left, limit_headers
 from penstock.server.admission.pace import Pace
+from penstock.server.admission.promises import Progress, Promises, Verdict
 from penstock.server.call import Call, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -59,6 +64,7 @@ class Admitted:
     width: int
     reserved: int
     arrival_s: float
+    progress: Progress
     offline: bool = False
     stream: Stream | None = None
     started: bool = False
@@ -138,13 +144,16 @@ class Gate:
 
     Attributes:
         num_admitted: requests taken on so far.
-        refused: refusals so far by reason: queue_full, queue_tokens, wait, cost, deadline, tenant_tokens,
+        refused: refusals so far by reason: queue_full, queue_tokens, wait, cost, deadline, slo, tenant_tokens,
             tenant_concurrency, engine.
+
+    `fair`, `by_due`: the engine's policy is `fair`, or `slo`.
     """
 
     def __init__(
-        self, client: EngineClient, info: EngineInfo, config: ServerConfig, clock: Clock, *, fair: bool = False
-    ) -> None:
+        self, client: EngineClient, info: EngineInfo, config: ServerConfig, clock: Clock, *, fair: bool = False,
+        by_due: bool = False,
+    ) -> None:  # fmt: skip
         self._client = client
         self._config = config
         self._clock = clock
@@ -153,6 +162,7 @@ class Gate:
         kv_tokens = info.kv_capacity_tokens or info.num_blocks * max(1, info.block_size)
         self._max_tokens = config.max_num_queued_tokens or QUEUE_OVER_KV * kv_tokens
         self.pace = Pace()
+        self.promises = Promises(client, info, by_due=by_due, tpot_s=config.tpot_slo)
         self.turnstile = Turnstile()
         self.num_admitted = 0
         self.refused: Counter[str] = Counter()
@@ -177,8 +187,21 @@ class Gate:
         await self.turnstile.enter()
 
     def admit(self, call: Call, request: Request) -> Callable[[], None]:
-        """Take a checked request on; call what is returned when it has ended. Raises RefusedError, WireError (408)."""
+        """Take a checked request on; call what is returned when it has ended.
+
+        Raises RefusedError, WireError (408), InputError (times that nobody could keep).
+        """
         tenant, now = call.tenant, self._clock.now()
+        work, width = self.promises.work(request, call.num_shared), width_of(request)
+        promised = request
+        try:
+            self.promises.check_possible(request, work)
+        except InputError:
+            if request.slo_ttft_s not in (None, self._config.ttft_slo) or request.slo_tpot_s not in (
+                None, self._config.tpot_slo,
+            ):  # fmt: skip
+                raise
+            promised = msgspec.structs.replace(request, slo_ttft_s=None, slo_tpot_s=None)  # the server's own promise
         num_prompt = len(request.prompt_token_ids) - call.num_shared
         cost = cost_of(request) - call.num_shared
         self._check_engine()
@@ -199,10 +222,19 @@ class Gate:
                 "wait", 503, f"the request would wait about {wait_s:.0f} s, and {limit_s:g} s is the limit here",
                 wait_s - limit_s,
             )  # fmt: skip
-        self._check_deadline(call, num_prompt, wait_s)
+        verdict = None if offline else self._check_slo(tenant, promised, work)
+        ttft_s = None if verdict is None else verdict.ttft_s
+        self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
-        entry = Admitted(tenant, num_prompt, width_of(request), cost, now, offline)
+        progress = Progress(
+            request, width, work, self.promises.expected(request), predicted_s=ttft_s, admitted_s=now,
+            turn_s=0.0 if verdict is None else verdict.turn_s, bias=self.promises.bias,
+        )  # fmt: skip
+        entry = Admitted(tenant, num_prompt, width, cost, now, progress, offline)
+        if ttft_s is not None:
+            self.promises.predicted.observe(ttft_s)
+            call.facts["predicted_ttft_ms"] = round(1000 * ttft_s, 1)
         self._add(request.request_id, entry)
         return lambda: self._end(request.request_id, entry)
 
@@ -283,12 +315,23 @@ class Gate:
                 self._place_s(), "queue_full",
             )  # fmt: skip
 
-    def _check_deadline(self, call: Call, num_prompt: int, wait_s: float) -> None:
+    def _check_slo(self, tenant: Tenant, request: Request, work: float) -> Verdict | None:
+        """When its first token will come; None: nothing is known yet. Raises RefusedError."""
+        line = self._line(tenant)
+        if not line.speed.known:
+            return None
+        verdict = self.promises.judge(request, work, width_of(request), self._clock.now(), line)
+        if verdict.retry_s is not None:
+            raise self._refusal("slo", 429, f"{verdict.why}; try again later", verdict.retry_s)
+        return verdict
+
+    def _check_deadline(self, call: Call, num_prompt: int, wait_s: float, *, first: bool = False) -> None:
+        """`first`: `wait_s` is the time to its first token, and not to its turn."""
         limit_s = call.deadline_s if call.deadline_s is not None else self._config.request_timeout
         if limit_s is None:
             return
         left_s = call.arrival_s + limit_s - self._clock.now()
-        needs_s = wait_s + self.pace.prefill_s(num_prompt)
+        needs_s = wait_s + (0.0 if first else self.pace.prefill_s(num_prompt))
         if left_s <= 0 or needs_s > left_s:
             self.refused["deadline"] += 1
             usage = {"prompt_tokens": num_prompt, "completion_tokens": 0, "total_tokens": num_prompt,
@@ -302,7 +345,7 @@ class Gate:
         if tenant.max_concurrent is not None and self._concurrent[tenant.name] >= tenant.max_concurrent:
             raise self._refusal(
                 "tenant_concurrency", 429, f"this key may have {tenant.max_concurrent} requests at once",
-                self.pace.endings_s(1, self._all.running_seqs) or 1.0, code="rate_limit_exceeded",
+                self._place_soon_s(), code="rate_limit_exceeded",
             )  # fmt: skip
 
     def _reserve(self, tenant: Tenant, cost: int) -> None:
@@ -344,8 +387,22 @@ class Gate:
         others = sum(load.weight for name, load in self._loads.items() if name != tenant.name)
         return tenant.weight / (others + tenant.weight)
 
-    def _wait_s(self, tenant: Tenant, width: int) -> float:
+    def _line(self, tenant: Tenant) -> Line:
+        """The queue as a request of this tenant finds it."""
         self._look()
+        now, share = self._clock.now(), self._share(tenant)
+        line = self.promises.whole_line(self._entries.values(), now)
+        if self._fair and share < 1 and line.entries:
+            mine = [entry for entry in self._entries.values() if entry.tenant.name == tenant.name]
+            own = self.promises.line(mine, now, share)
+            if own.start(0, 1)[0] < line.start(0, 1)[0]:
+                return own
+        return line
+
+    def _wait_s(self, tenant: Tenant, width: int) -> float:
+        line = self._line(tenant)
+        if self._client.snapshot.decode_s:
+            return self.promises.bias * line.start(0, width)[0]
         slots = self._slots
         snapshot = self._client.snapshot
         if snapshot.num_waiting and snapshot.kv_used >= 0.9 * snapshot.kv_total > 0:
@@ -372,6 +429,13 @@ class Gate:
         """Seconds that a new request of a new tenant would wait for its turn; 0 while nothing is known."""
         return self._wait_s(Tenant(name=""), 1)
 
+    def predicted_ttft_s(self, num_prompt: float) -> float:
+        """Seconds to the first token of a prompt of so many tokens, of a new tenant; 0 while nothing is known."""
+        line = self._line(Tenant(name=""))
+        if not line.speed.known:
+            return self.predicted_wait_s() + self.pace.prefill_s(num_prompt)
+        return line.first_s(num_prompt, 1, bias=self.promises.bias)
+
     def saturation(self) -> float:
         """0 idle, 1 nothing more can be taken on without waiting: for autoscalers. The fullest resource counts."""
         self._look()
@@ -388,26 +452,28 @@ class Gate:
         """Requests that were taken on and have no token yet."""
         return self._all.waiting
 
-    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
-        """What a tenant with limits has left, under OpenAI's names."""
-        out: list[tuple[str, str]] = []
+    def headers(self, tenant: Tenant, path: str = "") -> list[tuple[bytes, bytes]]:
+        """What a tenant with limits has left, under the names of the path's clients."""
+        lefts = []
         if tenant.max_concurrent is not None:
             left = max(0, tenant.max_concurrent - self._concurrent[tenant.name])
-            out += [("limit-requests", str(tenant.max_concurrent)), ("remaining-requests", str(left))]
+            reset_s = 0.0 if left else self._place_soon_s()
+            lefts.append(Left("requests", tenant.max_concurrent, left, reset_s))
         if tenant.tokens_per_minute is not None:
-            bucket = self._bucket(tenant, self._clock.now())
-            missing_s = (tenant.tokens_per_minute - bucket.level) * 60 / tenant.tokens_per_minute
-            out += [
-                ("limit-tokens", str(tenant.tokens_per_minute)),
-                ("remaining-tokens", str(max(0, int(bucket.level)))),
-                ("reset-tokens", f"{max(0.0, missing_s):.3f}s"),
-            ]
-        return [(b"x-ratelimit-" + name.encode(), value.encode()) for name, value in out]
+            level = self._bucket(tenant, self._clock.now()).level
+            missing_s = (tenant.tokens_per_minute - level) * 60 / tenant.tokens_per_minute
+            lefts.append(Left("tokens", tenant.tokens_per_minute, max(0, int(level)), missing_s))
+        return limit_headers(lefts, path, time.time()) if lefts else []
+
+    def _place_soon_s(self) -> float:
+        """Seconds until a request is expected to end."""
+        return self.pace.endings_s(1, self._all.running_seqs) or 1.0
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
     def _add(self, request_id: str, entry: Admitted) -> None:
         self.num_admitted += 1
+        self.promises.added(entry.progress)
         self._entries[request_id] = self._unstarted[request_id] = entry
         self._concurrent[entry.tenant.name] += 1
         if entry.offline:
@@ -424,6 +490,8 @@ class Gate:
         if entry.started:
             return
         entry.started = True
+        entry.progress.started_s = self._clock.now()
+        self.promises.changed()
         self._unstarted.pop(request_id, None)
         if entry.offline:
             return
@@ -447,10 +515,15 @@ class Gate:
             if self._loads[name].live == 0:
                 del self._loads[name]
         self._let_go(name)
+        self.promises.changed()
         final = None if entry.stream is None else entry.stream.final
         if final is None:
             return
         tokens = [len(sample.token_ids) for sample in final.outputs]
+        first_s = final.metrics.first_token_s
+        if first_s is not None:
+            self.promises.began(entry.progress, first_s - entry.progress.admitted_s)
+            self.promises.ended(entry.progress, tokens, final.outputs[0].token_ids)
         for num in tokens:
             if num:
                 self.pace.finished(num)
@@ -469,6 +542,7 @@ class Gate:
         now = self._clock.now()
         if now - self._looked_s < 0.01:
             return
+        self.promises.advance(self._unstarted.values(), self._all.running_seqs, min(1.0, now - self._looked_s))
         self._looked_s = now
         self.pace.observe(self._client.snapshot)
         for request_id, entry in list(self._unstarted.items()):
@@ -490,8 +564,8 @@ async def install(server: Server) -> None:
     """`server.parts["admission"]`; the service asks it from now on."""
     info = server.client.info
     assert info is not None
-    fair = bool(server.parts.get("fair"))
-    gate = Gate(server.client, info, server.config, server.service.clock, fair=fair)
+    fair, by_due = bool(server.parts.get("fair")), bool(server.parts.get("by_due"))
+    gate = Gate(server.client, info, server.config, server.service.clock, fair=fair, by_due=by_due)
     server.parts["admission"] = gate
     server.service.admission = gate
     watching = asyncio.get_running_loop().create_task(gate.watch())

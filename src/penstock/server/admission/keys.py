@@ -24,7 +24,7 @@ from penstock.base.clock import Clock
 from penstock.base.errors import ConfigError
 from penstock.config import ServeConfig
 from penstock.config.server import ServerConfig
-from penstock.server.call import ANYONE, Tenant
+from penstock.server.call import ANYONE, CLASSES, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
 
@@ -38,6 +38,8 @@ ADMIN_PATHS = (
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 CHECK_S = 1.0
+FAIR = "fair:burst=1024"
+"""What is chosen for several keys: a prompt of usual length of who was away goes before a flood."""
 _LIMITS = ("tokens_per_minute", "max_concurrent")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
@@ -227,6 +229,7 @@ def _key(path: Path, name: str, table: Any) -> Key:
         "admin",
         "kv_share",
         "kv_group",
+        "class",
         "models",
     }
     for field_name in table:
@@ -256,7 +259,10 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise wrong("kv_share: must be a number from 0.01 to 100")
     if not isinstance(group, str) or (group and not _NAME.fullmatch(group)):
         raise wrong("kv_group: must be a name of 1 to 64 letters, digits, dots, dashes or underscores")
-    limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group}
+    service_class = table.get("class", "")
+    if service_class not in ("", *CLASSES):
+        raise wrong(f"class: must be one of {', '.join(CLASSES)}")
+    limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group, "service_class": service_class}
     limits |= _limits(table, "", wrong)
     models = table.get("models", {})
     if not isinstance(models, dict) or not all(isinstance(one, dict) for one in models.values()):
@@ -294,8 +300,10 @@ def fair_share(config: ServeConfig) -> ServeConfig:
     keys = _with_file(_fixed_keys(server), None if server.api_keys_file is None else Path(server.api_keys_file))
     if len(keys) < 2 or config.engine.scheduler.scheduling_policy != "fcfs":
         return config
-    log.info("there are %d keys: the scheduling policy is fair (fcfs: would keep first come, first served)", len(keys))
-    scheduler = replace(config.engine.scheduler, scheduling_policy="fair")
+    log.info(
+        "there are %d keys: the scheduling policy is %s (fcfs: would keep first come, first served)", len(keys), FAIR
+    )
+    scheduler = replace(config.engine.scheduler, scheduling_policy=FAIR)
     return replace(config, engine=replace(config.engine, scheduler=scheduler))
 
 

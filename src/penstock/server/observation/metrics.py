@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -182,6 +182,7 @@ class Metrics(Collector):
             yield from self._speculation()
         yield from self._compression()
         yield from self._encoding()
+        yield from self._predictions()
         yield from self._adapters()
         yield from self._info()
         yield from self._models()
@@ -362,6 +363,8 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "request_errors", "Error answers.", ("status",), s.errors)
         text = "Finished requests with a tpot_slo_ms, by whether they kept it."
         yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
+        text = "Requests with a ttft_slo_ms that had a first token, by whether it was in time."
+        yield from self._labelled(CounterMetricFamily, "request_ttft_slo", text, ("met",), s.ttft_slo)
         watch = self.server.parts.get("loop_watch")
         if watch is not None:
             yield from self._counter("event_loop_long_holds", "Holds of the event loop over 50 ms.", watch.num_long)
@@ -418,6 +421,17 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "encoding_refused", text, ("reason",), encoding.refusals())
         text = "Seconds that long texts waited for their turn to be encoded; part of the time to first token."
         yield from self._histogram("encoding_wait_seconds", text, encoding.waited, OURS)
+
+    def _predictions(self) -> Iterator[Metric]:
+        promises = getattr(self.server.parts.get("admission"), "promises", None)
+        if promises is None:
+            return
+        text = "Seconds to the first token, as predicted when a request was taken on."
+        yield from self._histogram("predicted_time_to_first_token_seconds", text, promises.predicted, OURS)
+        text = "Time to the first token, by what was predicted: 1 is right, 2 twice as long."
+        yield from self._histogram("time_to_first_token_by_prediction", text, promises.ratios, OURS)
+        text = "Seconds between the predicted time to the first token and what it was."
+        yield from self._histogram("time_to_first_token_error_seconds", text, promises.errors, OURS)
 
     def _adapters(self) -> Iterator[Metric]:
         """vLLM's: names of adapters as labels, the value is the time."""
@@ -547,8 +561,7 @@ def load_of(server: Server) -> dict[str, Any]:
     full = 1.0 if snapshot.num_waiting else max(usage, snapshot.num_running / slots if slots else 0.0)
     wait_s = _ask(admission, "predicted_wait_s", 0.0)
     prompts = server.parts["stats"].prompt_lengths
-    pace = getattr(admission, "pace", None)
-    prefill_s = pace.prefill_s(prompts.total / prompts.num) if pace is not None and prompts.num else 0.0
+    mean = prompts.total / prompts.num if prompts.num else 0.0
     return {
         "server_load": client.num_live,
         "running": snapshot.num_running,
@@ -556,8 +569,15 @@ def load_of(server: Server) -> dict[str, Any]:
         "kv_cache_usage": usage,
         "saturation": min(1.0, max(0.0, _ask(admission, "saturation", full))),
         "predicted_wait_s": wait_s,
-        "predicted_ttft_s": wait_s + prefill_s,
+        "predicted_ttft_s": admission.predicted_ttft_s(mean) if isinstance(admission, Predicting) else wait_s,
     }
+
+
+@runtime_checkable
+class Predicting(Protocol):
+    """An admission that says when first tokens would come."""
+
+    def predicted_ttft_s(self, num_prompt: float) -> float: ...
 
 
 def _ask(part: object, name: str, otherwise: float) -> float:

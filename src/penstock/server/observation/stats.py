@@ -64,7 +64,8 @@ class Stats:
         self.longest_sample, self.computed_lengths = Distribution(lengths), Distribution(lengths)
         self.params_max_tokens, self.params_n = Distribution(lengths), Distribution((1, 2, 5, 10, 20))
         self.tpot_slo: Counter[str] = Counter({"yes": 0, "no": 0})
-        """Finished requests with a tpot_slo_ms, by whether they kept it: "yes", "no"."""
+        """Finished requests with a tpot_slo_ms, by whether they kept it: "yes", "no"; `ttft_slo`: first tokens."""
+        self.ttft_slo: Counter[str] = Counter({"yes": 0, "no": 0})
         self.preemptions = Distribution((0, 1, 2, 5, 10, 20, 50))
         self.step_tokens = Distribution(_STEP)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generation_tokens = 0
@@ -99,6 +100,8 @@ class Stats:
             began, first = live.metrics.arrival_s, live.metrics.first_token_s
             if first is not None:
                 self.ttft.observe(first - began)
+                if (slo_s := live.request.slo_ttft_s) is not None:
+                    self.ttft_slo["yes" if first - began <= slo_s else "no"] += 1
         if message.snapshot is not None:
             self._counted(message.epoch, message.snapshot.counters)
 

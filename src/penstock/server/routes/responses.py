@@ -155,6 +155,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
+            ttft_slo_ms=body.ttft_slo_ms,
             cut_max_tokens=means_another(caller.server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,

@@ -60,6 +60,7 @@ class Sampling(ForeignForms, kw_only=True):
     priority: int | None = None
     service_tier: str | None = None
     tpot_slo_ms: float | None = None
+    ttft_slo_ms: float | None = None
     cache_salt: str | None = None
     timeout: float | None = None
     request_id: str | None = None

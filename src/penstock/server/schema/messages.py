@@ -51,6 +51,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     tpot_slo_ms: float | None = None
+    ttft_slo_ms: float | None = None
     prompt_compression: PromptCompression | None = None
     output_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputsField | None = None

@@ -15,7 +15,7 @@ from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import SamplingParams
 from penstock.server.admission.choosing import unknown_model
-from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
+from penstock.server.call import ANYONE, CLASSES, Asker, Call, Prompt, Tenant
 from penstock.server.context import Server
 from penstock.server.transport.inner import OFFLINE_S
 from penstock.server.turns.defaults import sampling_defaults
@@ -24,7 +24,8 @@ from penstock.text.modules import NO_ASKED, AskedModules
 
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
-MAX_TPOT_SLO_MS = 60_000
+MAX_TPOT_SLO_MS, MAX_TTFT_SLO_MS = 60_000, 86_400_000
+_SLO_HEADERS = {"ttft_slo_ms": "x-ttft-slo-ms", "tpot_slo_ms": "x-tpot-slo-ms"}
 TIERS = ("auto", "default", "flex", "priority", "scale")
 """OpenAI's service tiers. flex is offline work; all others are served alike."""
 FLEX_S = 600.0
@@ -45,6 +46,8 @@ class Caller:
     """The header X-Service-Tier; the field `service_tier` goes before it."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
+    slo_ms: Mapping[str, float] = field(default_factory=dict)
+    """The headers X-TTFT-SLO-Ms and X-TPOT-SLO-Ms, by the fields that go before them."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers that say which trace it belongs to (W3C Trace Context)."""
 
@@ -55,7 +58,7 @@ def caller_of(request: Request) -> Caller:
     return Caller(
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
-        offline_s=request.scope.get(OFFLINE_S), tier=request.headers.get("x-service-tier"),
+        offline_s=request.scope.get(OFFLINE_S), tier=request.headers.get("x-service-tier"), slo_ms=_slo_ms(request),
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
@@ -83,11 +86,39 @@ def _timeout_s(request: Request) -> float | None:
     return seconds
 
 
+def _slo_ms(request: Request) -> dict[str, float]:
+    found = {}
+    for field_name, header in _SLO_HEADERS.items():
+        given = request.headers.get(header)
+        if given is None:
+            continue
+        try:
+            found[field_name] = float(given)
+        except ValueError:
+            raise InputError(f"{header} must be a number of milliseconds above 0", param=header) from None
+    return found
+
+
+def _slo_s(
+    caller: Caller, given_ms: float | None, name: str, most_ms: float, otherwise_s: float | None
+) -> float | None:
+    """Seconds of a promise. Raises InputError."""
+    value_ms, param = given_ms, name
+    if value_ms is None and name in caller.slo_ms:
+        value_ms, param = caller.slo_ms[name], _SLO_HEADERS[name]
+    if value_ms is None:
+        return otherwise_s
+    if not 0 < value_ms <= most_ms:
+        raise InputError(f"{param} must be above 0 and at most {most_ms:,} milliseconds, not {value_ms:g}", param=param)
+    return value_ms / 1000
+
+
 @dataclass(kw_only=True)
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
-    milliseconds that a token after the first should take on average. `tier`: one of TIERS; `background`: nobody waits
-    for it, so it is of the tier flex if it names none. `default_max_tokens`: beats the model's own.
+    milliseconds that a token after the first should take on average; `ttft_slo_ms`: in which the first one should be
+    there, from the request's arrival. `tier`: one of TIERS; `background`: nobody waits for it, so it is of the tier flex
+    if it names none. `default_max_tokens`: beats the model's own.
     `cut_max_tokens`: what is more than the prompt leaves is a bound that is never reached, and no error."""
 
     stream: bool = False
@@ -97,6 +128,7 @@ class Options:
     cache_salt: str | None = None
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
+    ttft_slo_ms: float | None = None
     default_max_tokens: int | None = None
     cut_max_tokens: bool = False
     hints: Sequence[KVHint] = ()
@@ -144,18 +176,23 @@ def make_call(
 ) -> Call:
     """Raises InputError."""
     priority = options.priority or 0
+    if caller.tenant.service_class:  # nobody goes ahead of its class
+        best = CLASSES[caller.tenant.service_class]
+        priority = best if options.priority is None else max(best, priority)
     offline_s = _offline_s(caller, options)
     asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
             f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {str(priority)[:40]}", param="priority"
         )
-    slo_ms = options.tpot_slo_ms
-    if slo_ms is not None and not 0 < slo_ms <= MAX_TPOT_SLO_MS:
-        raise InputError(
-            f"tpot_slo_ms must be above 0 and at most {MAX_TPOT_SLO_MS:,} milliseconds, not {slo_ms:g}",
-            param="tpot_slo_ms",
-        )
+    config = caller.server.config
+    promised = priority <= 0  # the server promises nothing to lower classes
+    slo_ttft_s = _slo_s(
+        caller, options.ttft_slo_ms, "ttft_slo_ms", MAX_TTFT_SLO_MS, config.ttft_slo if promised else None
+    )
+    slo_tpot_s = _slo_s(
+        caller, options.tpot_slo_ms, "tpot_slo_ms", MAX_TPOT_SLO_MS, config.tpot_slo if promised else None
+    )
     if options.cut_max_tokens and params.max_tokens is not None:
         left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
         params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
@@ -176,7 +213,8 @@ def make_call(
         cache_salt=options.cache_salt,
         deadline_s=asker.limit_s,
         arrival_s=caller.arrival_s,
-        slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
+        slo_tpot_s=slo_tpot_s,
+        slo_ttft_s=slo_ttft_s,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
         hints=of_prompt(options.hints, prompt),
@@ -194,7 +232,8 @@ def _offline_s(caller: Caller, options: Options) -> float | None:
         raise InputError(f"{name} must be one of {', '.join(TIERS)}, not {tier[:40]!r}", param=name)
     if caller.offline_s is not None:
         return caller.offline_s
-    return FLEX_S if tier == "flex" or (options.background and tier in (None, "auto")) else None
+    nobody_waits = options.background or caller.tenant.service_class == "batch"
+    return FLEX_S if tier == "flex" or (nobody_waits and tier in (None, "auto")) else None
 
 
 def compression_facts(prompt: Prompt) -> dict[str, float]:

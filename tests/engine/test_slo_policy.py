@@ -1,0 +1,163 @@
+"""Policy `slo`, on the virtual clock: more are in time than by order of arrival, streams keep their pace, nobody
+starves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import msgspec
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.core.request import Request
+from penstock.core.sequence import Sequence
+from penstock.sched.costs import StepCosts, step_s
+from penstock.sched.policy import make_policy
+from tests.engine.policy_sim import LinearTimer, Played, ask, play, poisson, quantile
+
+CPU = LinearTimer(0.02, 0.0005)
+MACHINE = {"timer": CPU, "num_blocks": 2000, "max_num_seqs": 32, "budget": 512}
+
+
+def heavy_tailed(seed: int, rate_hz: float, seconds: float) -> list[Request]:
+    rng = random.Random(seed)
+    load = []
+    for t in poisson(rng, rate_hz, seconds):
+        prompt = min(1500, max(16, int(rng.lognormvariate(4.7, 1.0))))
+        load.append(ask(rng, t, prompt, min(256, max(2, int(rng.lognormvariate(3.5, 0.8))))))
+    return load
+
+
+def tpot_s(played: Played, request: Request) -> float:
+    span_s = played.end_s[request.request_id] - played.first_s[request.request_id]
+    return span_s / max(1, request.max_tokens - 1)
+
+
+def in_time(played: Played, load: Seq[Request], ttft_s: float = 1.0, pace_s: float = 0.1) -> float:
+    good = [t <= ttft_s and tpot_s(played, r) <= pace_s for r, t in zip(load, played.ttft_s(load), strict=True)]
+    return sum(good) / len(good)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_more_requests_are_in_time_in_an_overload(seed: int) -> None:
+    """Half as much again as the engine can serve."""
+    load = heavy_tailed(seed, 10, 20)
+    runs = {policy: play(policy, load, **MACHINE) for policy in ("fcfs", "slo")}
+    shares = {policy: in_time(played, load) for policy, played in runs.items()}
+    print(seed, shares, {policy: round(played.makespan_s, 1) for policy, played in runs.items()})
+    assert shares["slo"] > shares["fcfs"] + 0.2
+    assert runs["slo"].makespan_s < 1.1 * runs["fcfs"].makespan_s
+
+
+def test_who_is_due_first_goes_first() -> None:
+    """Ten came before it, with more time: it overtakes those that have not begun."""
+    rng = random.Random(1)
+    patient = [msgspec.structs.replace(ask(rng, 0.0, 400, 4), slo_ttft_s=20.0) for _ in range(10)]
+    urgent = msgspec.structs.replace(ask(rng, 0.05, 400, 4), slo_ttft_s=0.6)
+    load = [*patient, urgent]
+    first = {policy: play(policy, load, **MACHINE).first_s[urgent.request_id] for policy in ("slo", "fcfs")}
+    print(first)
+    assert first["slo"] <= 0.65 < 2 < first["fcfs"]
+
+
+def test_who_cannot_make_it_lets_those_pass_who_can() -> None:
+    """A prompt that takes longer than all the time it has, and short ones that would be late behind it."""
+    rng = random.Random(2)
+    hopeless = ask(rng, 0.0, 1500, 4)
+    seen = [ask(rng, -5 + 0.4 * n, 100, 4) for n in range(10)]  # what steps take is known by then
+    short = [ask(rng, 0.001 * n, 100, 4) for n in range(1, 9)]
+    load = sorted([*seen, hopeless, *short], key=lambda r: r.arrival_s)
+    load = [msgspec.structs.replace(r, arrival_s=r.arrival_s + 5, slo_ttft_s=0.74) for r in load]
+    kept = {}
+    for policy in ("slo", "fcfs"):
+        played = play(policy, load, **MACHINE)
+        kept[policy] = sum(t <= 0.74 for t in played.ttft_s(load))
+    print(kept)
+    assert kept["slo"] >= len(load) - 2
+    assert kept["fcfs"] < len(load) - 6
+
+
+def test_streams_keep_their_pace_beside_long_prompts() -> None:
+    rng = random.Random(3)
+    streams = [ask(rng, 0.0, 32, 200) for _ in range(4)]
+    long = [ask(rng, 1.0 + 0.1 * n, 1400, 2) for n in range(10)]
+    load = [*streams, *(msgspec.structs.replace(r, slo_ttft_s=30.0) for r in long)]
+    load = [msgspec.structs.replace(r, slo_tpot_s=0.04) for r in load]
+    worst = {}
+    for policy in ("slo", "fcfs"):
+        played = play(policy, load, **MACHINE)
+        worst[policy] = max(tpot_s(played, r) for r in streams)
+    print(worst)
+    assert worst["slo"] <= 0.0401
+    assert worst["fcfs"] > 0.05
+
+
+def test_a_pace_that_cannot_be_kept_stops_no_prefill() -> None:
+    rng = random.Random(4)
+    streams = [msgspec.structs.replace(ask(rng, 0.0, 32, 100), slo_tpot_s=0.001) for _ in range(4)]
+    late = ask(rng, 1.0, 1000, 2)
+    played = play("slo", [*streams, late], **MACHINE)
+    assert played.first_s[late.request_id] - 1.0 < 0.8
+
+
+def test_nobody_starves() -> None:
+    """One who could never be in time has its turn although those who can keep coming."""
+    rng = random.Random(5)
+    hopeless = ask(rng, 1.0, 1500, 4)
+    stream = [ask(rng, t, 150, 8) for t in poisson(rng, 10, 40)]
+    load = sorted([hopeless, *stream], key=lambda r: r.arrival_s)
+    load = [msgspec.structs.replace(r, slo_ttft_s=0.7) for r in load]
+    waited = {}
+    for policy in ("slo:patience_s=2", "slo:patience_s=1000"):
+        played = play(policy, load, **MACHINE)
+        waited[policy] = played.first_s[hopeless.request_id] - 1.0
+    print(waited)
+    assert waited["slo:patience_s=2"] < 8
+    assert waited["slo:patience_s=1000"] > 30, "nobody would starve anyhow"
+
+
+def test_a_class_puts_deadlines_back() -> None:
+    policy = make_policy("slo:class_s=30")
+    rng = random.Random(6)
+    request = ask(rng, 10.0, 20, 4)
+
+    def due(**fields: object) -> float:
+        seq = Sequence(1, msgspec.structs.replace(request, **fields), 0)
+        return policy.key(seq)[0] / 1e6
+
+    assert due() == 11.0
+    assert due(slo_ttft_s=0.25) == 10.25
+    assert due(slo_ttft_s=0.25, priority=1) == 40.25
+    assert due(priority=-1) == -19.0
+
+
+@pytest.mark.parametrize("knob", ["ttft_s=-1", "tpot_s=-1", "turns=0", "class_s=0", "min_chunk=0", "window=0"])
+def test_knobs_that_make_no_sense_are_refused(knob: str) -> None:
+    with pytest.raises(ConfigError, match="slo"):
+        make_policy(f"slo:{knob}")
+
+
+def test_what_steps_take_is_learnt_apart_for_decodes_and_prompts() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(4, 0, 0.02)
+    costs.observe(4, 200, 0.12)
+    assert costs.prefill_token_s == pytest.approx(0.0005)
+    for _ in range(500):
+        costs.observe(4, 0, 0.02)
+    assert costs.prefill_token_s == pytest.approx(0.0005), "pure decoding says nothing of prompts"
+    costs.observe(4, 0, 10.0)
+    assert costs.decode_s(4) < 0.03, "one step that stands out"
+    assert step_s([0.01, 0.0, 0.03], 1) == 0.01
+    assert 0.01 < step_s([0.01, 0.0, 0.03], 3) < 0.03
+    assert step_s([0.01, 0.0, 0.03], 64) == 0.03
+    assert step_s([], 5) == 0.0
+
+
+def test_p99_of_first_tokens_is_told_beside_the_share() -> None:
+    """The price: those that go behind wait longer than they would have otherwise, by a bounded time."""
+    load = heavy_tailed(1, 8, 20)
+    times = {policy: quantile(play(policy, load, **MACHINE).ttft_s(load), 0.99) for policy in ("fcfs", "slo")}
+    print(times)
+    assert times["slo"] < 5 * times["fcfs"]
