@@ -17,6 +17,7 @@ POLICIES: Registry[Callable[..., SchedulingPolicy], None] = Registry("scheduling
 POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
 POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
 POLICIES.add("fair", "penstock.sched.policy.fair:Fair")
+POLICIES.add("fastserve", "penstock.sched.policy.fastserve:FastServe")
 POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
 POLICIES.add("lamps", "penstock.sched.policy.lamps:Lamps")
 POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
