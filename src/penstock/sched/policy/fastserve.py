@@ -3,8 +3,10 @@
 Nobody knows how long an output will be. So whoever has had little service goes first: jobs (requests) stand in levels,
 each with a quantum `ratio` times that of the level above it; a job that has used up its quantum goes one level down.
 Its first step is known to take as long as its prompt: it joins the first level whose quantum covers that, and skips
-those above, which it would only pass through. A job that nobody has served for `starvation_s` goes up to the first level.
-Within a level it is first come, first served, by when the job came into the level.
+those above, which it would only pass through. Within a level it is first come, first served, by when the job came into it.
+A job below the first level that had no service for `starvation_s` goes to the head of the first one, with time for the
+rest of its prompt at least. So it waits at most 17/16 `starvation_s` and until those below the first level, N at most,
+that went there before it have had a quantum: (N / sequences in a step + 2) quanta; newcomers, however many, do not count.
 
 In each step the first `batch` jobs run; the others pause and keep their cache while there is memory. Who waits takes
 place or memory of whoever stands in a lower level; with `spare` > 0 the caches of those that pause go to a tier before
@@ -124,9 +126,9 @@ class FastServe(Fcfs):
             done = self._kv.match(seq).num_tokens
         return self.prompt_s * max(0, seq.prompt_len - done)
 
-    def _enter(self, job: Job, level: int, at_least_s: float = 0.0) -> None:
+    def _enter(self, job: Job, level: int, at_least_s: float = 0.0, *, at_head: bool = False) -> None:
         self._number += 1
-        job.level, job.rank = level, (level, self._number)
+        job.level, job.rank = level, (level - at_head, self._number)
         job.until = job.served + max(self._quanta[level], at_least_s)
 
     def _follow(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> None:
@@ -162,7 +164,7 @@ class FastServe(Fcfs):
         ]
         for _, _, arrival in sorted(starved):
             job = self._jobs[arrival]
-            self._enter(job, 0, self._prefill_s(live[arrival]))
+            self._enter(job, 0, self._prefill_s(live[arrival]), at_head=True)
             job.since_s = self._now_s
 
     def _first(self, waiting: Seq[Sequence]) -> list[Sequence]:
