@@ -1,19 +1,26 @@
-"""The event loop of a simulation: requests arrive, the engine steps, an idle engine jumps to the next arrival."""
+"""The event loop of a run: requests arrive, the engine steps, an idle engine waits for the next arrival.
+
+On a virtual clock waiting is a jump; on the machine's clock (`sim.real`) the same loop sleeps.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from typing import cast
 
 import numpy as np
 
-from penstock.base.clock import MonotonicClock, VirtualClock
+from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import EngineError, InputError
+from penstock.core.events import EngineStats
 from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
+from penstock.core.step_shape import StepShape
 from penstock.engine.core import EngineCore
 from penstock.kv.manager import KVManager
 from penstock.sim.memory import SHARES
@@ -22,6 +29,7 @@ from penstock.sim.tap import COUNTERS, LEVELS, StepTap
 from penstock.sim.timeline import Timeline
 from penstock.sim.workload import TimedRequest, Workload, prompt_ids
 
+Sample = tuple[StepShape, float]
 _NEVER = float("nan")
 _PROGRESS_STEPS = 256
 _GREEDY = TokenRules(temperature=0.0)
@@ -62,6 +70,16 @@ def hits_by_tier(kv: KVManager) -> dict[str, int]:
         "host": host,
         "disk": stats.num_store_hit_tokens,
     }
+
+
+def since(stats: EngineStats, before: EngineStats) -> EngineStats:
+    """What was counted after `before` was; peaks are those of all time."""
+    counts = {
+        name: value - getattr(before, name)
+        for name, value in vars(stats).items()
+        if isinstance(value, int | float) and not name.startswith("peak")
+    }
+    return replace(stats, **counts)
 
 
 class _Columns:
@@ -109,29 +127,36 @@ class _Live:
 
 def simulate(
     core: EngineCore,
-    clock: VirtualClock,
+    clock: Clock,
     workload: Workload,
     limits: SimLimits,
     *,
     label: str = "",
     digests: bool = False,
+    real: bool = False,
+    samples: list[Sample] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SimResult:
-    """Run a workload to its end through a fresh engine that lives on `clock`.
+    """Run a workload to its end through an idle engine that lives on `clock`.
 
     Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
     refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
-    it costs about as much as the simulation itself. `progress` is called every few hundred steps.
+    it costs about as much as the simulation itself. `progress` is called every few hundred steps. `real`: the executor
+    computes, so prompts are lists, and the tokens are kept (`SimResult.tokens`). `samples` collects (shape, seconds)
+    of every step, from the end of the one before if nobody waited in between, if one step is in flight at a time.
 
-    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and `clock`.
+    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
-    return _Run(core, clock, workload, limits, label, digests).run(progress)
+    return Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
 
 
-class _Run:
+class Run:
+    """One engine and the requests that it is offered."""
+
     def __init__(
-        self, core: EngineCore, clock: VirtualClock, workload: Workload, limits: SimLimits, label: str, digests: bool
-    ) -> None:
+        self, core: EngineCore, clock: Clock, workload: Workload, limits: SimLimits, label: str, digests: bool,
+        real: bool, samples: list[Sample] | None,
+    ) -> None:  # fmt: skip
         self.core = core
         self.clock = clock
         self.workload = workload
@@ -146,53 +171,75 @@ class _Run:
         self.start_s = clock.now()
         self.first_arrival_s: float | None = None
         self.timeline = Timeline(len(LEVELS), len(COUNTERS))
-        self.recording = core.recorder is not None
-        self.tap = StepTap(core, self.timeline, digests=digests, inner=core.recorder)
+        self.lists = real or core.recorder is not None
+        self.tokens: list[list[int]] | None = [] if real else None
+        self.samples = samples
+        self.ended_s: float | None = None
+        """When the step ended behind which nothing was waited for."""
+        self.ended_last = self.steps = 0
+        """Requests that the last step ended; steps."""
+        self.last_arrival_s = -inf
+        self.progress: Callable[[Progress], None] | None = None
+        self.wall = MonotonicClock()
+        self.began_s = self.wall.now()
+        self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
+        self.tap = StepTap(core, self.timeline, digests=digests, shapes=samples is not None, inner=core.recorder)
 
     def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
-        wall = MonotonicClock()
-        began_s = wall.now()
+        """The whole workload."""
+        with self.listening(progress):
+            for request in self.workload:
+                self.advance(self.start_s + request.arrival_s)
+                self.offer(request)
+            self.advance(None)
+        return self.result()
+
+    @contextmanager
+    def listening(self, progress: Callable[[Progress], None] | None = None) -> Iterator[None]:
+        """While requests are offered and time passes."""
+        self.progress = progress
         outer, self.core.recorder = self.core.recorder, self.tap
         try:
-            arrivals = iter(self.workload)
-            upcoming = next(arrivals, None)
-            steps = 0
-            while True:
-                upcoming = self._arrive(upcoming, arrivals)
-                if self.core.has_work:
-                    self._step(upcoming)
-                    steps += 1
-                    if progress is not None and steps % _PROGRESS_STEPS == 0:
-                        progress(self._progress(wall.now() - began_s))
-                elif upcoming is None:
-                    break
-                else:
-                    self.clock.advance_to(self.start_s + upcoming.arrival_s)
+            yield
         finally:
             self.core.recorder = outer
         self.tap.measure()
         if progress is not None:
-            progress(self._progress(wall.now() - began_s))
-        return self._result(wall.now() - began_s)
+            progress(self._progress())
 
-    def _progress(self, wall_s: float) -> Progress:
-        return Progress(self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now(), wall_s)
+    def advance(self, to_s: float | None) -> None:
+        """Step until nothing is left to do, or until `to_s` on the clock, which a last step may go beyond."""
+        while self.core.has_work and (to_s is None or self.clock.now() < to_s):
+            self._step(to_s)
+            self.steps += 1
+            if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
+                self.progress(self._progress())
+        if to_s is not None and self.clock.now() < to_s:
+            self._wait(to_s)
+
+    def offer(self, request: TimedRequest) -> None:
+        """Hand in a request whose time has come, or refuse it. Raises InputError if it comes before the last one."""
+        if request.arrival_s < self.last_arrival_s:
+            raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
+        self.last_arrival_s = request.arrival_s
+        self.arrived += 1
+        fitting = self._fit(request)
+        if fitting is not None:
+            self._add(fitting)
+
+    def num_unfinished(self, now_s: float) -> int:
+        """Requests that were offered and have not ended by `now_s`; what a step beyond that ends counts."""
+        return len(self.live) + (self.ended_last if self.clock.now() > now_s else 0)
+
+    def _wait(self, time_s: float) -> None:
+        self.ended_s = None
+        self.clock.wait_until(time_s)
+
+    def _progress(self) -> Progress:
+        tokens, now_s = self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s
+        return Progress(self.arrived, self.done, tokens, now_s, self.wall.now() - self.began_s)
 
     # -- arrivals ------------------------------------------------------------------------------------------------
-
-    def _arrive(self, upcoming: TimedRequest | None, arrivals: Iterator[TimedRequest]) -> TimedRequest | None:
-        """Hand in everything whose time has come; returns the first request whose time has not."""
-        now_s = self.clock.now() - self.start_s
-        while upcoming is not None and upcoming.arrival_s <= now_s:
-            self.arrived += 1
-            fitting = self._fit(upcoming)
-            if fitting is not None:
-                self._add(fitting)
-            previous_s = upcoming.arrival_s
-            upcoming = next(arrivals, None)
-            if upcoming is not None and upcoming.arrival_s < previous_s:
-                raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
-        return upcoming
 
     def _fit(self, request: TimedRequest) -> TimedRequest | None:
         limits = self.limits
@@ -226,20 +273,27 @@ class _Run:
         self.core.add(
             Request(
                 request_id=request_id,
-                # The engine only measures and copies a prompt, so the compact array serves it; a log needs a list.
-                prompt_token_ids=ids.tolist() if self.recording else cast("list[int]", ids),
+                # A simulated engine only measures and copies a prompt, so the compact array serves it.
+                prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
                 rules=_GREEDY,
                 max_tokens=request.num_output,
                 priority=request.priority,
                 arrival_s=self.start_s + request.arrival_s,
+                tenant=request.tenant,
+                weight=request.weight,
+                slo_tpot_s=request.slo_tpot_s,
+                expected_tokens=request.expected,
+                calls=list(request.calls),
             )
         )
+        if self.tokens is not None:
+            self.tokens.append([])
         self.timeline.count(request.arrival_s, (0, 0, 1, 0))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self, upcoming: TimedRequest | None) -> None:
-        num_steps, computed, before_s = self.core.stats.num_steps, self.tap.num_computed, self.clock.now()
+    def _step(self, next_s: float | None) -> None:
+        moved, computed, before_s = self.tap.num_moves, self.tap.num_computed, self.clock.now()
         outputs = self.core.step()
         now_s = self.clock.now()
         for request_id, started_s in self.tap.started:
@@ -250,16 +304,20 @@ class _Run:
             num_tokens = self._take(outputs, now_s - self.start_s)
         counts = (num_tokens, self.tap.num_computed - computed, 0, self.done - done_before)
         self.timeline.count(now_s - self.start_s, counts)
+        if self.samples is not None and self.tap.num_moves == moved + 2:
+            self.samples.append((self.tap.shape, now_s - (before_s if self.ended_s is None else self.ended_s)))
+        self.ended_s = now_s
+        self.ended_last = self.done - done_before
         if not self.core.has_work:
             self.tap.measure()
-        if self.core.stats.num_steps == num_steps and now_s == before_s and not outputs:
+        if self.tap.num_moves == moved and not outputs:
             # A policy may hold everybody back until somebody else comes, but not for ever.
-            times = [] if upcoming is None else [self.start_s + upcoming.arrival_s]
+            times = [] if next_s is None else [next_s]
             if self.core.scheduler.wake_s is not None:
                 times.append(self.core.scheduler.wake_s)
             if not times:
                 raise EngineError("the engine has requests left, runs none of them, and nobody else will come")
-            self.clock.advance_to(min(times))
+            self._wait(min(times))
 
     def _take(self, outputs: list[EngineOutput], now_s: float) -> int:
         """Note the news of a step that ended at `now_s`; returns the tokens it brought."""
@@ -271,6 +329,8 @@ class _Run:
             n = len(out.token_ids)
             if n:
                 num_tokens += n
+                if self.tokens is not None:
+                    self.tokens[state.row].extend(out.token_ids)
                 last_s = state.last_s
                 if last_s != last_s:
                     columns.first_token_s[state.row] = now_s
@@ -300,7 +360,8 @@ class _Run:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _result(self, wall_s: float) -> SimResult:
+    def result(self) -> SimResult:
+        """What has been seen."""
         means = self.timeline.mean_levels()
         first_s = self.first_arrival_s or 0.0
         requests = self.columns.finished()
@@ -321,11 +382,12 @@ class _Run:
             refused=dict(self.refused),
             truncated=self.truncated,
             failed=self.failed,
-            stats=replace(self.core.stats),
+            stats=since(self.core.stats, self.before),
             span_s=last_s - first_s,
             busy_s=self.tap.busy_s,
-            wall_s=wall_s,
+            wall_s=self.wall.now() - self.began_s,
             digest=self.tap.digest,
             skipped_lines=self.workload.broken.count,
-            hits=hits_by_tier(self.core.kv),
+            hits={name: n - self.hits_before[name] for name, n in hits_by_tier(self.core.kv).items()},
+            tokens=() if self.tokens is None else tuple(map(tuple, self.tokens)),
         )
