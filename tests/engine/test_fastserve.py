@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -56,7 +57,7 @@ class Served:
     def longest_wait_s(self, r: Request) -> float:
         """Between its arrival, its tokens, and its end."""
         times = [r.arrival_s, *self.times_s[r.request_id]]
-        return max(b - a for a, b in zip(times, times[1:], strict=False))
+        return max(b - a for a, b in pairwise(times))
 
 
 def serve(policy: str, load: Seq[Request], knobs: Knobs = KNOBS, *, cut_at: str = "") -> Served:
@@ -144,7 +145,7 @@ def test_A12_a_long_job_is_served_again_and_again_under_an_endless_stream_of_sho
     places = 3 if knobs else 4
     waits, bounds = {}, {}
     for starvation_s in (1.0, 2.0, 1000.0):
-        name = f"fastserve:starvation_s={starvation_s}{knobs}"
+        name = f"fastserve:quantum_s=0.1,starvation_s={starvation_s}{knobs}"
         served = serve(name, load, machine, cut_at=lone.request_id)
         waits[starvation_s] = served.longest_wait_s(lone)
         # A quantum of 0.1 s is 5 tokens, or a prompt of 30 and 4 tokens; and one step to find out.
@@ -159,7 +160,7 @@ def test_A12_a_job_is_raised_even_if_the_others_come_back_as_soon_as_they_are_se
     """Four clients send a short request, and the next one when they have its answer: the first level is never empty."""
     rng, clock = random.Random(5), VirtualClock()
     executor = SimExecutor(TIMER, clock, vocab_size=VOCAB, page_bytes=[16 * 24_576])
-    knobs = replace(KNOBS, policy="fastserve:starvation_s=1.5", max_num_seqs=2)
+    knobs = replace(KNOBS, policy="fastserve:quantum_s=0.1,starvation_s=1.5", max_num_seqs=2)
     core = plain_core(spec(slots=False), knobs, executor, clock, TIMER)
     lone = ask(rng, 0.0, 30, 40)
     core.add(lone)
@@ -208,7 +209,7 @@ def stepped(policy: FastServe, running: list[Sequence], waiting: list[Sequence],
 
 def test_A12_a_job_joins_the_first_level_whose_quantum_covers_its_prompt() -> None:
     """Quanta 0.1, 0.2, 0.4, ... s at 1 ms per token of a prompt."""
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     lengths = [1, 100, 101, 200, 201, 1000]
     waiting = [queued(i, n) for i, n in enumerate(lengths)]
     order = stepped(policy, [], waiting[::-1])
@@ -217,7 +218,7 @@ def test_A12_a_job_joins_the_first_level_whose_quantum_covers_its_prompt() -> No
 
 
 def test_A12_what_the_prefix_cache_has_of_a_prompt_takes_no_time() -> None:
-    core, _ = fake_engine(Knobs(policy="fastserve:prompt_s=0.02", block_size=4, num_blocks=64, budget=64))
+    core, _ = fake_engine(Knobs(policy="fastserve:quantum_s=0.1,prompt_s=0.02", block_size=4, num_blocks=64, budget=64))
     stem = [3 + i % 7 for i in range(24)]
     policy: Any = core.scheduler.policy
     levels = []
@@ -231,7 +232,7 @@ def test_A12_what_the_prefix_cache_has_of_a_prompt_takes_no_time() -> None:
 
 
 def test_A12_a_job_goes_down_when_its_quantum_is_used_and_comes_last_there() -> None:
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     job, below = runs(queued(0, 50), 1), queued(1, 150)
     assert stepped(policy, [job], [below]) == [0, 1]
     assert (policy.level(job), policy.level(below)) == (0, 1)
@@ -248,7 +249,7 @@ def test_A12_a_job_goes_down_when_its_quantum_is_used_and_comes_last_there() -> 
 
 
 def test_A12_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     job = runs(queued(0, 90), 1)
     stepped(policy, [job], [])
     assert policy.level(job) == 1
@@ -261,7 +262,7 @@ def test_A12_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
 
 
 def test_A12_who_starves_goes_up_with_time_for_its_prompt_and_the_longest_wait_first() -> None:
-    policy = FastServe(starvation_s=16.0)
+    policy = FastServe(quantum_s=0.1, starvation_s=16.0)
     old, older = queued(0, 1000), queued(1, 150)
     policy.begin_step(0.0, None)
     policy.not_before_s([], [older])
@@ -279,14 +280,14 @@ def test_A12_who_starves_goes_up_with_time_for_its_prompt_and_the_longest_wait_f
 
 
 def test_jobs_that_ended_are_forgotten() -> None:
-    policy = FastServe(starvation_s=16.0)
+    policy = FastServe(quantum_s=0.1, starvation_s=16.0)
     for i in range(200):
         stepped(policy, [], [queued(i, 10)], now_s=0.5 * i)
     assert len(policy._jobs) < 8
 
 
 def test_A12_who_is_lower_yields_and_within_a_level_nobody() -> None:
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     high, low, other = runs(queued(0, 20), 1), runs(queued(1, 150), 1), queued(2, 20)
     stepped(policy, [high, low], [other])
     assert policy.displaced([high, low], other) is low
@@ -324,7 +325,7 @@ def watched(core: Any) -> list[SchedulerOutput]:
 
 
 def test_A12_a_long_job_pauses_for_a_short_one_and_keeps_its_cache() -> None:
-    knobs = replace(KNOBS, policy="fastserve:batch=1,token_s=0.1", num_blocks=64, max_num_seqs=4)
+    knobs = replace(KNOBS, policy="fastserve:quantum_s=0.1,batch=1,token_s=0.1", num_blocks=64, max_num_seqs=4)
     core, forward = fake_engine(knobs)
     seen, collector = watched(core), Collector()
     long, short = request([4] * 20, max_tokens=30), request([5] * 20, max_tokens=1)
@@ -346,7 +347,9 @@ def test_A12_a_long_job_pauses_for_a_short_one_and_keeps_its_cache() -> None:
 
 def test_A12_who_cannot_run_leaves_its_turn_to_others() -> None:
     """A job of the first level that the memory does not hold beside its equals: no row of a step stays empty."""
-    knobs = replace(KNOBS, policy="fastserve:batch=2,prompt_s=0.0001", num_blocks=20, conservativeness=0.0)
+    knobs = replace(
+        KNOBS, policy="fastserve:quantum_s=0.1,batch=2,prompt_s=0.0001", num_blocks=20, conservativeness=0.0
+    )
     core, _ = fake_engine(knobs)
     seen = watched(core)
     for i, num_prompt in enumerate((100, 100, 300)):
@@ -375,7 +378,7 @@ def test_A12_a_newcomer_finds_room_that_was_made_ahead() -> None:
     """Without `spare` somebody is copied out in the very step in which the newcomer enters; with it, before."""
     copied = {}
     for spare in (0.0, 0.2):
-        core, seen = crowd(f"fastserve:batch=1,spare={spare}")
+        core, seen = crowd(f"fastserve:quantum_s=0.1,batch=1,spare={spare}")
         before = core.stats.num_swaps
         del seen[:]
         core.add(request([20] * 70, max_tokens=1, eos=()))
@@ -390,7 +393,7 @@ def test_A12_a_newcomer_finds_room_that_was_made_ahead() -> None:
 
 
 def test_A12_whose_turn_is_furthest_off_goes_first_and_comes_back_before_it() -> None:
-    core, seen = crowd("fastserve:batch=1,spare=0.1")
+    core, seen = crowd("fastserve:quantum_s=0.1,batch=1,spare=0.1")
     policy: Any = core.scheduler.policy
     collector = Collector()
     while not core.scheduler.waiting:
@@ -416,7 +419,7 @@ def test_A12_whose_turn_is_furthest_off_goes_first_and_comes_back_before_it() ->
 
 def test_A12_estimated_next_turn() -> None:
     """Section 4.2: the quanta of everybody in the levels above, or until it would go up."""
-    policy = FastServe(batch=2, starvation_s=10.0)
+    policy = FastServe(quantum_s=0.1, batch=2, starvation_s=10.0)
     jobs = [queued(0, 20), queued(1, 20), queued(2, 150), queued(3, 500)]
     stepped(policy, [], jobs)
     assert policy.next_run_s(jobs) == pytest.approx([0.0, 0.0, 2 * 0.1 / 2, (2 * 0.1 + 0.2) / 2])
@@ -476,7 +479,7 @@ def test_A12_tokens_are_those_of_the_naive_loop(model: str, depth: int) -> None:
 
 
 def test_a_busy_step_looks_at_few_of_those_that_wait() -> None:
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     waiting = [queued(i, 20 + i % 200) for i in range(5000)]
     order = stepped(policy, [], waiting)
     assert len(order) == 64
@@ -484,6 +487,6 @@ def test_a_busy_step_looks_at_few_of_those_that_wait() -> None:
 
 
 def test_the_pool_of_a_manager_is_asked_for_prefixes() -> None:
-    policy = FastServe()
+    policy = FastServe(quantum_s=0.1)
     policy.begin_step(0.0, KVManager(make_groups(1), [32], 4))
     assert policy.level(queued(0, 150)) == 1

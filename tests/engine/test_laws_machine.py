@@ -45,7 +45,7 @@ knobs = st.builds(
             "fastserve",
             "fastserve:batch=2,spare=0.3,quantum_s=0.04,starvation_s=0.01",
         ]
-    ),  # fmt: skip
+    ),
     prefix_cache=st.sampled_from(["radix", "hash", "none"]),
     eviction=st.sampled_from(["lru", "fifo", "lfu", "flops", "priority"]),
     depth=st.sampled_from([1, 1, 2]),

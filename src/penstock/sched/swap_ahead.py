@@ -1,8 +1,8 @@
 """Caches that go to a tier before anybody needs their room, and come back before their turn.
 
 Some sequences have memory and do not run (a policy's `max_rows`). While less than the policy's `spare` of the memory is
-free, those whose turn is furthest off are copied out, so that newcomers find room without waiting for a copy. While there
-is more than enough, those in the tier whose turn comes first are copied back.
+free, those whose turn is furthest off are copied out, so that newcomers find room without waiting for a copy. While
+there is more than enough, those in the tier whose turn comes first are copied back.
 Source: Wu et al., FastServe, arXiv 2305.05920, section 4.2 (proactive swapping by estimated next scheduled time).
 """
 

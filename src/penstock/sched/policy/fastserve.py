@@ -3,17 +3,17 @@
 Nobody knows how long an output will be. So whoever has had little service goes first: jobs (requests) stand in levels,
 each with a quantum `ratio` times that of the level above it; a job that has used up its quantum goes one level down.
 Its first step is known to take as long as its prompt: it joins the first level whose quantum covers that, and skips
-those above, which it would only pass through. Within a level it is first come, first served, by when the job came into it.
+those above, which it would only pass through. Within a level, whoever came into it first goes first.
 A job below the first level that had no service for `starvation_s` goes to the head of the first one, with time for the
-rest of its prompt at least. So it waits at most 17/16 `starvation_s` and until those below the first level, N at most,
-that went there before it have had a quantum: (N / sequences in a step + 2) quanta; newcomers, however many, do not count.
+rest of its prompt at least. So it waits at most 17/16 `starvation_s`, and until those who went there before it, at most
+N below the first level, have had a quantum: (N / sequences in a step + 2) quanta, however many newcomers there are.
 
 In each step the first `batch` jobs run; the others pause and keep their cache while there is memory. Who waits takes
 place or memory of whoever stands in a lower level; with `spare` > 0 the caches of those that pause go to a tier before
 anybody needs the room, those first that will run again last, and come back before they are due (`sched.swap_ahead`).
 
 Service is counted in seconds of a frozen price, `prompt_s` per computed token of a prompt and `token_s` per generated
-one, so that levels do not depend on whom a step is shared with, and runs replay. What is computed a second time is free.
+one, so that levels do not depend on whom a step is shared with, and runs replay. Computing something again is free.
 Source: Wu et al., Fast Distributed Inference Serving for Large Language Models, arXiv 2305.05920, sections 4.1
 (skip-join MLFQ, algorithm 1) and 4.2 (proactive swapping, estimated next scheduled time).
 """
@@ -66,7 +66,7 @@ class FastServe(Fcfs):
     displaces = True
 
     def __init__(
-        self, quantum_s: float = 0.1, ratio: float = 2.0, starvation_s: float = 60.0, batch: int = 0,
+        self, quantum_s: float = 0.5, ratio: float = 2.0, starvation_s: float = 60.0, batch: int = 0,
         spare: float = 0.1, token_s: float = 0.02, prompt_s: float = 0.001,
     ) -> None:  # fmt: skip
         for knob, value in (("quantum_s", quantum_s), ("starvation_s", starvation_s), ("token_s", token_s),
@@ -173,7 +173,7 @@ class FastServe(Fcfs):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
-        """The first `batch` jobs, decodes ahead of prompts; behind them the others, in case some of those cannot run."""
+        """The first `batch` jobs, decodes ahead of prompts; then the others, in case some of those cannot run."""
         heads = self._first(waiting) if self._heads is None else self._heads
         self._heads = None
         ranked = sorted([*running, *heads], key=self._rank)
@@ -203,7 +203,7 @@ class FastServe(Fcfs):
 
     def _last(self, running: Seq[Sequence], but: Sequence) -> Sequence | None:
         """Of those who have memory to give up, and on whom no step in flight works, who comes last."""
-        for seq in reversed(sorted(running, key=self._rank)):
+        for seq in sorted(running, key=self._rank, reverse=True):
             if seq is not but and seq.num_inflight == 0 and seq.tables and seq.status is Status.RUNNING:
                 return seq
         return None
