@@ -346,18 +346,23 @@ def test_A12_a_long_job_pauses_for_a_short_one_and_keeps_its_cache() -> None:
 
 
 def test_A12_who_cannot_run_leaves_its_turn_to_others() -> None:
-    """A job of the first level that the memory does not hold beside its equals: no row of a step stays empty."""
-    knobs = replace(
-        KNOBS, policy="fastserve:quantum_s=0.1,batch=2,prompt_s=0.0001", num_blocks=20, conservativeness=0.0
-    )
+    """A job at the head of the first level, which the memory does not hold beside its equals: no row stays empty."""
+    knobs = replace(KNOBS, policy="fastserve:batch=2", num_blocks=20, conservativeness=0.0)
     core, _ = fake_engine(knobs)
     seen = watched(core)
-    for i, num_prompt in enumerate((100, 100, 300)):
-        core.add(request([3 + i] * num_prompt, max_tokens=4, eos=()))
-    for _ in range(5):
+    for i, num_prompt in enumerate((100, 100, 250)):
+        core.add(request([3 + i] * num_prompt, max_tokens=6, eos=()))
+    while any(not s.is_decoding for s in core.scheduler.running) or not core.scheduler.running:
         core.step()
-    assert [s.num_known for s in core.scheduler.waiting] == [300]
-    assert [len(step.scheduled) for step in seen[2:4]] == [2, 2]
+    (large,) = core.scheduler.waiting
+    policy: Any = core.scheduler.policy
+    policy._enter(policy._job(large), 0, at_head=True)
+    del seen[:]
+    for _ in range(3):
+        core.step()
+    assert core.scheduler.waiting == [large]
+    assert policy.order(core.scheduler.running, [large])[-1] is core.scheduler.running[-1]
+    assert [len(step.scheduled) for step in seen] == [2, 2, 2]
     drain(core, Collector())
     assert_idle(core)
 
@@ -467,6 +472,7 @@ def test_A12_tokens_are_those_of_the_naive_loop(model: str, depth: int) -> None:
             if not todo and not core.has_work:
                 break
         assert_idle(core)
+        assert core.stats.num_failed_loads == 0
         ahead = core.scheduler.swap_ahead
         num_out, num_back = num_out + ahead.num_out, num_back + ahead.num_back
         num_preempted += core.stats.num_preemptions

@@ -162,9 +162,9 @@ class FastServe(Fcfs):
             for arrival, job in self._jobs.items()
             if job.level and self._now_s - job.since_s >= self.starvation_s
         ]
-        for _, _, arrival in sorted(starved):
-            job = self._jobs[arrival]
-            self._enter(job, 0, self._prefill_s(live[arrival]), at_head=True)
+        for _, _, late in sorted(starved):
+            job = self._jobs[late]
+            self._enter(job, 0, self._prefill_s(live[late]), at_head=True)
             job.since_s = self._now_s
 
     def _first(self, waiting: Seq[Sequence]) -> list[Sequence]:
