@@ -105,6 +105,10 @@ class SchedulingPolicy(Protocol):
     name: str
     displaces: bool
     """Whether `displaced` is worth asking."""
+    max_rows: int
+    """Sequences in one step at most: the others keep their memory and pause. 0: no bound."""
+    spare: float
+    """Share of the memory that is kept free by copying those that pause to a tier. 0: nobody is copied ahead."""
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Called before each step. `now_s` is the only time a policy may look at; `kv` (KVManager) answers `match`."""
@@ -123,6 +127,14 @@ class SchedulingPolicy(Protocol):
 
     def num_tokens(self, seq: Sequence, lag: int, budget_left: int) -> int:
         """How many of its `lag` tokens to run now; at most `budget_left`; 0 skips it in this step."""
+        ...
+
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether `other` would yield memory to `seq`, were it not for a step in flight."""
+        ...
+
+    def next_run_s(self, seqs: Seq[Sequence]) -> list[float]:
+        """Estimated seconds until each of these, which do not run now, does: who is copied out first, and back."""
         ...
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:

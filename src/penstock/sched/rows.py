@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING
 
 from penstock.core.batch import ScheduledRow
@@ -30,6 +31,14 @@ def row_of(kv: KVManager, seq: Sequence, n: int) -> ScheduledRow:
         prompt_from = max(start, seq.prompt_logprobs_done)
     keeps = kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
     return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
+
+
+def until_full(candidates: Iterable[Sequence], rows: Sized, most: int) -> Iterator[Sequence]:
+    """`candidates`, until the step that is put together from them has `most` rows."""
+    for seq in candidates:
+        if len(rows) >= most:
+            return
+        yield seq
 
 
 def count_found(seq: Sequence, kv: KVManager, stats: EngineStats) -> None:

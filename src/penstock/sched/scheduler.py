@@ -7,7 +7,7 @@ a replay are all "the computed count lags behind" (docs/concepts/the-step.md).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineError
@@ -22,7 +22,8 @@ from penstock.sched.pauses import Pauses, tokens_left
 from penstock.sched.preempt import prefers_swap
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
-from penstock.sched.rows import count_found, row_of
+from penstock.sched.rows import count_found, row_of, until_full
+from penstock.sched.swap_ahead import SwapAhead
 
 if TYPE_CHECKING:
     from penstock.core.protocols import DraftController, SchedulingPolicy, StepTimer
@@ -76,6 +77,7 @@ class Scheduler:
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.reserve = Reserve(conservativeness)
         self._ahead = FetchAhead(kv)
+        self.swap_ahead = SwapAhead(self)
         self.stats = stats or EngineStats()
         self.drafts = drafts
         """How much to draft; None: the rank has no drafter."""
@@ -219,7 +221,10 @@ class Scheduler:
             rooms = self.drafts.begin_step(self.running, now_s)
         num_running_ahead = len(self.running)
         num_decodes = decode_context = 0  # those the seconds budget has not heard of yet
-        for seq in self.policy.order(self.running, self.waiting):
+        candidates: Iterable[Sequence] = self.policy.order(self.running, self.waiting)
+        if self.policy.max_rows:
+            candidates = until_full(candidates, rows, self.policy.max_rows)
+        for seq in candidates:
             if budget <= 0 or (blocked and num_running_ahead == 0):
                 break
             if seq.status is Status.RUNNING:
@@ -321,6 +326,8 @@ class Scheduler:
             return None
         if not preempted:
             self.reserve.step()
+        if self.policy.max_rows and self.swap_ahead.make_room(rows) and not (blocked or preempted):
+            added += self.swap_ahead.bring_back(lambda seq: self._admit(seq, 0, runs=False) is not None)
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
 
     def _with_drafts(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
@@ -338,8 +345,7 @@ class Scheduler:
 
     def _yields_soon(self, seq: Sequence) -> bool:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
-        key = self.policy.key(seq)
-        return any(other.num_inflight and self.policy.key(other) > key for other in self.running)
+        return any(other.num_inflight and self.policy.outranks(seq, other) for other in self.running)
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""
@@ -394,8 +400,9 @@ class Scheduler:
             n = lag if budget >= self.max_num_batched_tokens else 0
         return n if n <= 0 else self.kv.cut(seq, start, n)
 
-    def _admit(self, seq: Sequence, budget: int) -> int | None:
-        """Give a waiting sequence memory and a first chunk: the tokens of that; 0 if it waits for blocks on their way.
+    def _admit(self, seq: Sequence, budget: int, *, runs: bool = True) -> int | None:
+        """Give a waiting sequence memory and a first chunk: the tokens of that; 0 if it waits for blocks on their way,
+        or only gets them (not `runs`).
 
         None leaves everything as it was.
         """
@@ -403,13 +410,13 @@ class Scheduler:
         known = seq.num_known
         if not self.kv.can_admit(seq, match, self._tokens_to_admit(seq)):
             return None
-        if self._chunk(seq, known - match.num_tokens, budget) == 0:
+        if runs and self._chunk(seq, known - match.num_tokens, budget) == 0:
             return None
         self.kv.admit(seq, match)
         seq.held = seq.request.prefetches
         status, n = Status.LOADING, 0
         if self.kv.restore(seq):
-            status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget)
+            status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget) if runs else 0
         if n and not self.kv.grow(seq, seq.num_computed + n):
             if seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
                 raise EngineError("admission promised memory that growth did not find")

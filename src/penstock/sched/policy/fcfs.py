@@ -21,6 +21,8 @@ def arrival_key(seq: Sequence) -> tuple[int, int]:
 class Fcfs:
     name = "fcfs"
     displaces = False
+    max_rows = 0
+    spare = 0.0
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Order of arrival needs neither time nor memory."""
@@ -48,6 +50,14 @@ class Fcfs:
             if seq.num_inflight == 0 and seq.tables:
                 return seq
         return None
+
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether `other` might yield memory to `seq`."""
+        return self.key(seq) < self.key(other)
+
+    def next_run_s(self, seqs: Seq[Sequence]) -> list[float]:
+        """Who has memory runs: there is nobody to ask about."""
+        return [0.0] * len(seqs)
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
         """Who among those waiting may displace others, in the order in which they are asked about."""
