@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.plan.devices import Device
     from penstock.plan.resolve import Plan
     from penstock.sim.metrics import Slo
-    from penstock.sim.result import SimResult
+    from penstock.sim.result import Bill, SimResult
     from penstock.sim.workload import Workload
 
 DEFAULT_SPEC = "llama-3.1-8b"
@@ -69,6 +69,7 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.cli import money
     from penstock.config import SETTINGS
     from penstock.config.load import add_arguments as add_engine_arguments
 
@@ -118,6 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of one run: search the highest request rate at which this share of requests meets both limits "
         "(default: 0.9)",
     )  # fmt: skip
+    goal.add_argument("--warmup", type=_positive, metavar="S", help="seconds that steady rates leave out (MSER-5 finds)")
+    money.add_arguments(goal)
     goal.add_argument("--out", type=Path, metavar="FILE.html", help="write a page with charts")
     goal.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")
     goal.add_argument(
@@ -132,6 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sim(args: argparse.Namespace) -> int:
     """Run every combination of the settings given as lists. Returns the exit status."""
+    from dataclasses import replace
+
     from penstock.base.errors import InputError
     from penstock.plan.devices import find_device
     from penstock.sim.build import device_plan
@@ -143,13 +148,17 @@ def sim(args: argparse.Namespace) -> int:
             raise InputError(f"{path}: there is no such folder to write to", param="out")
     workload = _workload(args)
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
+    bill = _bill(args)
     device = find_device(args.simulated_device)
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = [(label, spec, *device_plan(config, spec, device)) for config, spec, label in _configs(args)]
     if args.find_rate is not None:
         _find_rates(planned, device, workload, slo, args)
         return 0
-    results = [_run(label, spec, config, plan, device, workload, args) for label, spec, config, plan in planned]
+    results = [
+        replace(_run(label, spec, config, plan, device, workload, args), bill=bill)
+        for label, spec, config, plan in planned
+    ]
     from rich.console import Console
 
     Console().print(table(results, slo))
@@ -159,6 +168,20 @@ def sim(args: argparse.Namespace) -> int:
         model = results[0].settings["model"]
         _write(args.out, html_page(results, slo, title=f"{workload.name}: {model} on {device.name}"))
     return 0
+
+
+def _bill(args: argparse.Namespace) -> Bill:
+    """Prices and watts that are known, before anything runs. Raises ConfigError."""
+    from penstock.measure.cost import find_price
+    from penstock.measure.energy import POWERS, find_carbon, find_power
+    from penstock.sim.result import Bill
+
+    named = args.power or (args.simulated_device if args.simulated_device in POWERS else None)
+    return Bill(
+        price=None if args.machine_price is None else find_price(args.machine_price),
+        power=None if named is None else find_power(named),
+        carbon=find_carbon(args.carbon_intensity), warmup_s=args.warmup,
+    )  # fmt: skip
 
 
 def _find_rates(
@@ -293,6 +316,7 @@ def _run(
     from penstock.base.clock import VirtualClock
     from penstock.executor.sim_files import SimFolder
     from penstock.plan.cost import RooflineTimer
+    from penstock.sim.alone import with_alone
     from penstock.sim.build import build_sim
     from penstock.sim.driver import SimLimits, simulate
     from penstock.sim.store import parse_rates
@@ -306,6 +330,7 @@ def _run(
     limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, truncate=args.truncate)
     with _Bar(label, workload.num_requests) as bar:
         result = simulate(core, clock, workload, limits, label=label, progress=bar.show)
+    result = with_alone(result, timer, plan.max_num_batched_tokens)
     settings = {
         "model": config.model.model,
         "device": device.name,

@@ -90,6 +90,8 @@ class Call:
     num_shared: int = 0
     arrival_s: float = 0.0
     stream: bool = False
+    tells_times: bool = False
+    """Whether the usage of the answer says where the time went."""
     pooling: str | None = None
     reference: list[int] = field(default_factory=list)
     """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""

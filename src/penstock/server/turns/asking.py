@@ -39,6 +39,8 @@ class Caller:
     """Of requests that name none."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
+    tells_times: bool = False
+    """The header X-Request-Times: the usage then says where the time went."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers that say which trace it belongs to (W3C Trace Context)."""
 
@@ -49,7 +51,7 @@ def caller_of(request: Request) -> Caller:
     return Caller(
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
-        priority=request.scope.get(PRIORITY, 0),
+        priority=request.scope.get(PRIORITY, 0), tells_times=request.headers.get("x-request-times", "0") != "0",
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
@@ -168,6 +170,7 @@ def make_call(
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
+        tells_times=caller.tells_times,
         hints=of_prompt(options.hints, prompt),
         facts={"http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts},
     )
