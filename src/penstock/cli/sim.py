@@ -119,7 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of one run: search the highest request rate at which this share of requests meets both limits "
         "(default: 0.9)",
     )  # fmt: skip
-    goal.add_argument("--warmup", type=_positive, metavar="S", help="seconds that steady rates leave out (MSER-5 finds)")
+    goal.add_argument(
+        "--warmup", type=_positive, metavar="S", help="seconds that steady rates leave out (MSER-5 finds)"
+    )
     money.add_arguments(goal)
     goal.add_argument("--out", type=Path, metavar="FILE.html", help="write a page with charts")
     goal.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")

@@ -134,8 +134,7 @@ class _Zone:
 
 @dataclass
 class RaplMeter:
-    """The sum of all packages and of their memory. Must be read more often than a counter wraps: every minute will do.
-    """
+    """The sum of all packages and their memory. Must be read more often than a counter wraps: every minute will do."""
 
     zones: list[_Zone] = field(default_factory=list)
     source: str = "rapl"

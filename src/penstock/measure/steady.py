@@ -82,7 +82,7 @@ def rates(
     """Per second of `window`: a prompt counts when its request's first token comes, a request when its last does.
 
     `output_tokens`: that came in it. Times in seconds from the run's beginning, NaN where there is none. Without a
-    window all is None.
+    window all is None. A part in which no request ended is not steady: nothing took the place of anything.
     """
     if window is None:
         names = ("start_s", "end_s", "method", "settled", "requests_per_s", "input_tokens_per_s",
@@ -92,7 +92,7 @@ def rates(
     ended = ((finish_s >= window.start_s) & (finish_s < window.end_s)).sum()
     num_in = float(num_prompt[inside].sum())
     return {
-        "start_s": window.start_s, "end_s": window.end_s, "method": window.method, "settled": window.settled,
+        "start_s": window.start_s, "end_s": window.end_s, "method": window.method, "settled": bool(window.settled and ended),
         "requests_per_s": float(ended) / window.span_s,
         "input_tokens_per_s": num_in / window.span_s,
         "output_tokens_per_s": float(output_tokens) / window.span_s,

@@ -212,7 +212,7 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
 
 
 def charged(result: SimResult, num_input: int, num_output: int) -> dict[str, Any]:
-    """"cost" and "energy" of a run, None where no price or no watts are known."""
+    """ "cost" and "energy" of a run, None where no price or no watts are known."""
     bill, stats, span_s = result.bill, result.stats, result.span_s
     power = bill.power
     return {
