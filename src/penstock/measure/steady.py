@@ -92,7 +92,8 @@ def rates(
     ended = ((finish_s >= window.start_s) & (finish_s < window.end_s)).sum()
     num_in = float(num_prompt[inside].sum())
     return {
-        "start_s": window.start_s, "end_s": window.end_s, "method": window.method, "settled": bool(window.settled and ended),
+        "start_s": window.start_s, "end_s": window.end_s, "method": window.method,
+        "settled": bool(window.settled and ended),
         "requests_per_s": float(ended) / window.span_s,
         "input_tokens_per_s": num_in / window.span_s,
         "output_tokens_per_s": float(output_tokens) / window.span_s,

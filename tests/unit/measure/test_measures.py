@@ -197,8 +197,8 @@ def powercap(root: Path, zones: dict[str, tuple[str, int, int]]) -> Path:
 
 def test_K10_rapl_is_the_sum_of_packages_and_memory_and_survives_a_wrap(tmp_path: Path) -> None:
     zones = {
-        "intel-rapl:0": ("package-0", 900, 1000), "intel-rapl:0:0": ("core", 7, 1000), "intel-rapl:0:1": ("dram", 10, 1000),
-        "intel-rapl:1": ("psys", 5, 1000), "intel-rapl:2": ("package-1", 0, 1000),
+        "intel-rapl:0": ("package-0", 900, 1000), "intel-rapl:0:0": ("core", 7, 1000),
+        "intel-rapl:0:1": ("dram", 10, 1000), "intel-rapl:1": ("psys", 5, 1000), "intel-rapl:2": ("package-1", 0, 1000),
     }  # fmt: skip
     meter = RaplMeter.find(powercap(tmp_path, zones))
     assert meter is not None
