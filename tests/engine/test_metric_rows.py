@@ -18,7 +18,7 @@ from penstock.sim.build import build_sim, device_plan
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.metrics import distributions, metrics, steady
 from penstock.sim.report import html_page, table
-from penstock.sim.result import Bill, SimResult
+from penstock.sim.result import Charges, SimResult
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
 from penstock.sim.workload import TimedRequest, Workload, from_list
@@ -167,7 +167,7 @@ def test_K09_K10_a_run_is_charged_in_money_and_joules() -> None:
 
     result = steady_load()
     assert metrics(result)["cost"] is None
-    bill = Bill(Price(per_hour=7.2, source="a test"), Power(10, 110, "a test"), (500.0, "a test"))
+    bill = Charges(Price(per_hour=7.2, source="a test"), Power(10, 110, "a test"), (500.0, "a test"))
     found = metrics(replace(result, bill=bill))
     money, joules = found["cost"], found["energy"]
     assert money["cost"] == pytest.approx(0.002 * result.span_s)

@@ -139,7 +139,8 @@ async def drive(
     from penstock.bench.serve import one, run
 
     if rules.scenario == "single-stream":
-        began_s, outcomes = time.perf_counter(), []
+        began_s = time.perf_counter()
+        outcomes: list[Outcome] = []
         while (at_s := time.perf_counter() - began_s) < rules.min_duration_s or len(outcomes) < rules.least:
             sample = samples[len(outcomes) % len(samples)]
             outcome = await one(client, target.endpoint, target.body(sample), sample.prompt_len)

@@ -16,7 +16,7 @@ GROWTH = 0.1
 
 
 @dataclass(frozen=True)
-class Trial:
+class RateTrial:
     """`attainment`: share within the limits, None without any; `growth`: `measure.search.backlog_growth`."""
 
     rate: float
@@ -36,12 +36,12 @@ class Trial:
         return asdict(self)
 
 
-def trial(rate: float, outcomes: Sequence[Outcome], goodput: dict[str, float], share: float) -> Trial:
+def trial(rate: float, outcomes: Sequence[Outcome], goodput: dict[str, float], share: float) -> RateTrial:
     """With limits the share within them decides, without any whether requests pile up or fail."""
     due = np.array([o.due_s for o in outcomes])
     finish = np.array([o.sent_s + o.latency_s if o.ok else np.nan for o in outcomes])
     growth, failed = backlog_growth(due, finish), sum(not o.ok for o in outcomes)
     if not goodput:
-        return Trial(rate, growth <= GROWTH and not failed, None, growth, failed)
+        return RateTrial(rate, growth <= GROWTH and not failed, None, growth, failed)
     attainment = sum(is_good(o, goodput) for o in outcomes) / max(1, len(outcomes))
-    return Trial(rate, attainment >= share, attainment, growth, failed)
+    return RateTrial(rate, attainment >= share, attainment, growth, failed)

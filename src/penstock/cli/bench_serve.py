@@ -167,13 +167,13 @@ async def _find_rate(
     import asyncio
 
     from penstock.base.errors import PenstockError
-    from penstock.bench.rates import Trial, trial
+    from penstock.bench.rates import RateTrial, trial
     from penstock.measure.search import NoLimitError, highest
 
-    trials: list[Trial] = []
+    trials: list[RateTrial] = []
     loop = asyncio.get_running_loop()
 
-    async def at(rate: float) -> Trial:
+    async def at(rate: float) -> RateTrial:
         again = argparse.Namespace(**(vars(args) | {"request_rate": rate, "ramp_up_strategy": None}))
         fresh = replace(data, seed=data.seed + len(trials))
         _, outcomes, _, _ = await _run(again, client, target, fresh, maker)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.plan.devices import Device
     from penstock.plan.resolve import Plan
     from penstock.sim.metrics import Slo
-    from penstock.sim.result import Bill, SimResult
+    from penstock.sim.result import Charges, SimResult
     from penstock.sim.workload import Workload
 
 DEFAULT_SPEC = "llama-3.1-8b"
@@ -172,14 +172,14 @@ def sim(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bill(args: argparse.Namespace) -> Bill:
+def _bill(args: argparse.Namespace) -> Charges:
     """Prices and watts that are known, before anything runs. Raises ConfigError."""
     from penstock.measure.cost import find_price
     from penstock.measure.energy import POWERS, find_carbon, find_power
-    from penstock.sim.result import Bill
+    from penstock.sim.result import Charges
 
     named = args.power or (args.simulated_device if args.simulated_device in POWERS else None)
-    return Bill(
+    return Charges(
         price=None if args.machine_price is None else find_price(args.machine_price),
         power=None if named is None else find_power(named),
         carbon=find_carbon(args.carbon_intensity), warmup_s=args.warmup,

@@ -94,7 +94,9 @@ class EnergyMeter(Protocol):
     """`source`: "rapl" or "model"; `about`: what it is made of, in words."""
 
     source: str
-    about: str
+
+    @property
+    def about(self) -> str: ...
 
     def joules(self, elapsed_s: float, busy_s: float) -> float:
         """Since it was made: `elapsed_s` seconds, in `busy_s` of which steps ran."""

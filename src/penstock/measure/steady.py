@@ -13,6 +13,7 @@ White, Cobb and Spratt, WSC 2000 (MSER-5, the first half).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Window:
+class SteadyWindow:
     """[start_s, end_s) of a run, seconds from its beginning. `settled`: False if MSER found no steady part within the
     first half. `method`: in words."""
 
@@ -53,7 +54,7 @@ def mser(values: Floats) -> tuple[int, bool]:
     return best * BATCH, best < last
 
 
-def steady_window(tokens: Floats, width_s: float, last_first_s: float, warmup_s: float | None = None) -> Window | None:
+def steady_window(tokens: Floats, width_s: float, last_first_s: float, warmup_s: float | None = None) -> SteadyWindow | None:
     """The steady part of a run whose bucket k, [k, k + 1) * `width_s`, has brought `tokens[k]`.
 
     `last_first_s`: when the last request got its first token. `warmup_s`: what to leave out instead of asking MSER.
@@ -66,7 +67,7 @@ def steady_window(tokens: Floats, width_s: float, last_first_s: float, warmup_s:
         (first, settled), method = mser(tokens[:num]), "MSER-5"
     if num - first < 1:
         return None
-    return Window(first * width_s, num * width_s, settled, f"{method}; until the last first token")
+    return SteadyWindow(first * width_s, num * width_s, settled, f"{method}; until the last first token")
 
 
 def buckets(times_s: Floats, amounts: Floats, end_s: float, num: int = NUM_BUCKETS) -> tuple[Floats, float]:
@@ -77,7 +78,7 @@ def buckets(times_s: Floats, amounts: Floats, end_s: float, num: int = NUM_BUCKE
 
 
 def rates(
-    window: Window | None, output_tokens: float, first_s: Floats, num_prompt: Floats, finish_s: Floats
+    window: SteadyWindow | None, output_tokens: float, first_s: Floats, num_prompt: npt.NDArray[Any], finish_s: Floats
 ) -> dict[str, float | str | bool | None]:
     """Per second of `window`: a prompt counts when its request's first token comes, a request when its last does.
 

@@ -39,7 +39,7 @@ class RequestColumns:
 
 
 @dataclass(frozen=True)
-class Bill:
+class Charges:
     """What a run is charged with, as far as it is known. `carbon`: grams of CO2 per kWh, and where that comes from.
     `warmup_s`: seconds that steady rates leave out; None: `measure.steady` finds them.
     """
@@ -90,7 +90,7 @@ class SimResult:
     skipped_lines: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
-    bill: Bill = Bill()
+    bill: Charges = Charges()
     alone_s: Floats | None = None
     """By request: what it would have taken alone (`sim.alone`); None if nobody asked."""
     hits: dict[str, int] = field(default_factory=dict)

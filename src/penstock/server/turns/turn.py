@@ -205,7 +205,7 @@ class Meter:
             **self._weights(), **self._times(),
         )  # fmt: skip
 
-    def _times(self) -> dict[str, float]:
+    def _times(self) -> dict[str, Any]:
         """Where the time went, if that was asked for: of several prompts, of the one whose first token came last."""
         call = self._streams[0].call
         if call is None or not call.tells_times or not self._metrics:
