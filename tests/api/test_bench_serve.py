@@ -100,7 +100,7 @@ def test_K01_the_ttft_of_each_request_splits_into_queue_prefill_and_network(
     assert found["energy"]["energy_source"] in ("rapl", "model")
     assert abs(found["decomposition"]["residual"]) < 1
     told = capsys.readouterr().out
-    assert "there" in told
+    assert "... network" in told
     assert "TTFT + TPOT" in told
 
 

@@ -20,9 +20,9 @@ METRICS = {
     "e2el": "time to the last token",
 }
 SPLIT = {
-    "queue": "... waiting for the engine",
-    "prefill": "... reading the prompt",
-    "network": "... the way there and back",
+    "queue": "... queue",
+    "prefill": "... prefill",
+    "network": "... network",
 }
 """Parts of the TTFT, where the server tells its own."""
 GOODPUT = ("ttft", "tpot", "e2el")
