@@ -54,7 +54,9 @@ def mser(values: Floats) -> tuple[int, bool]:
     return best * BATCH, best < last
 
 
-def steady_window(tokens: Floats, width_s: float, last_first_s: float, warmup_s: float | None = None) -> SteadyWindow | None:
+def steady_window(
+    tokens: Floats, width_s: float, last_first_s: float, warmup_s: float | None = None
+) -> SteadyWindow | None:
     """The steady part of a run whose bucket k, [k, k + 1) * `width_s`, has brought `tokens[k]`.
 
     `last_first_s`: when the last request got its first token. `warmup_s`: what to leave out instead of asking MSER.
