@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.cli.main import build_parser
 from penstock.cli.run import with_default_model
 from penstock.config.load import SERVER_SETTINGS, serve_from_args
+from penstock.server.distribution import TOKEN_S, TTFT_S
 from tests.api.watch import small
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -29,7 +33,7 @@ NOT_OURS = {"up"}
 def expressions() -> Iterator[str]:
     board = json.loads(BOARD.read_text("utf-8"))
     for panel in board["panels"]:
-        yield from (target["expr"] for target in panel["targets"])
+        yield from (target["expr"] for target in panel.get("targets", ()))  # a row has none
     for variable in board["templating"]["list"]:
         if variable["type"] == "query":
             yield re.sub(r"label_values\((.+), (\w+)\)", r"sum by (\2) (\1{})", variable["query"])
@@ -74,6 +78,40 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists(families: dict[str,
     assert {n.removeprefix("penstock_engine_") for n in used if n.startswith("penstock_engine_process_")} <= set(
         families
     )
+
+
+def dashboard() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dashboard_tool", DEPLOY.parent / "tools" / "dashboard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_dashboard_is_what_its_tool_writes_and_shows_what_it_promises() -> None:
+    tool = dashboard()
+    assert BOARD.read_text("utf-8") == tool.board(), "run python tools/dashboard.py"
+    titles = {panel["title"] for panel in json.loads(BOARD.read_text("utf-8"))["panels"]}
+    assert {
+        "Where a request's time goes", "Latency = TTFT + TPOT x tokens", "Within the limits", "Waiting in the queue",
+        "KV blocks", "Power", "Energy per generated token", "Requests by tenant",
+    } <= titles  # fmt: skip
+
+
+def test_a_panel_of_a_metric_that_no_code_makes_is_left_out() -> None:
+    tool = dashboard()
+    gone, there = tool.Panel("x", tool.quantiles("gone_seconds")), tool.Panel("y", tool.quantiles(tool.TTFT))
+    assert not tool.made(gone, "time_to_first_token_seconds")
+    assert tool.made(there, "time_to_first_token_seconds")
+
+
+def test_limits_of_the_dashboard_are_bounds_of_the_histograms() -> None:
+    tool = dashboard()
+    assert set(map(float, tool.TTFT_LIMITS)) <= set(TTFT_S)
+    assert set(map(float, tool.TPOT_LIMITS)) <= set(TOKEN_S)
+    assert all(str(float(bound)) == bound for bound in (*tool.TTFT_LIMITS, *tool.TPOT_LIMITS))
 
 
 def test_their_labels_exist(families: dict[str, set[str]]) -> None:

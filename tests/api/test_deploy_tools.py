@@ -23,7 +23,8 @@ import yaml
 from tests.api.test_deploy import ALERTS, CONTAINER, DEPLOY, UNIT, expressions
 from tests.api.test_listen import free_port
 
-FROM_WORDS = {"$__rate_interval": "15s", "$__range": "1m", "$model": ".*", "$instance": ".*"}
+FROM_WORDS = {"$__rate_interval": "15s", "$__range": "1m", "$model": ".*", "$instance": ".*",
+              "$ttft_limit": "1.0", "$tpot_limit": "0.1"}  # fmt: skip
 """What Grafana puts in place of its variables."""
 NEVER_HERE = {"penstock:requests_refused_total"}
 """A series begins with the first refusal, and nobody is refused here."""

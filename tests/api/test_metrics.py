@@ -21,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.base.clock import VirtualClock
+from penstock.base.errors import ConfigError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.engine.client import Tally
 from penstock.launch import remote_store
@@ -52,7 +53,8 @@ NAMES = {prefix + name: kind for name, kind in BOTH.items() for prefix in ("vllm
     "penstock:memory_bytes": "gauge", "penstock:engine_restarts": "counter", "penstock:requests_aborted": "counter",
     "penstock:requests_refused": "counter", "penstock:request_errors": "counter", "penstock:request_replays": "counter",
     "penstock:prompt_compression_seconds": "histogram", "penstock:prompt_compression_tokens": "counter",
-    "penstock:prompt_compressions": "counter",
+    "penstock:prompt_compressions": "counter", "penstock:energy_joules": "counter",
+    "penstock:prefill_seconds": "counter", "penstock:decode_seconds": "counter",
 }  # fmt: skip
 
 
@@ -117,6 +119,30 @@ def test_one_request_is_counted_once(watched: LiveServer) -> None:
     assert more["vllm:request_success_total{finished_reason=length}"] == 2
     assert more["penstock:requests_total{ending=length,endpoint=completions}"] == 1
     assert more["penstock:tenant_total{kind=generation_tokens,tenant=default}"] == 10
+
+
+def test_K10_energy_grows_with_time_and_work_and_says_where_it_comes_from() -> None:
+    with small(power_watts="10:30") as live:
+        complete(live, max_tokens=20)
+        first = scrape(live.url)
+        name = "penstock:energy_joules_total{source=model}"
+        assert first[name] > 0
+        complete(live, max_tokens=20)
+        more = grown(first, scrape(live.url))
+        busy_s = more["penstock:prefill_seconds_total"] + more["penstock:decode_seconds_total"]
+        assert more["penstock:decode_seconds_total"] > 0
+        assert more[name] > 20 * busy_s  # what work adds, and idling besides
+        began = time.perf_counter()
+        idle = scrape(live.url)[name]
+        time.sleep(0.2)
+        passed_s = time.perf_counter() - began
+        assert 0 < scrape(live.url)[name] - idle == pytest.approx(10 * passed_s, rel=0.5)
+
+
+@pytest.mark.parametrize("wrong", ["5", "hot", "9:1"])
+def test_watts_that_are_none_are_one_sentence_before_anything_is_loaded(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"power_watts: .* is not IDLE:LOAD in watts"), small(power_watts=wrong):
+        pass
 
 
 def test_cached_tokens_are_counted_where_dashboards_look(watched: LiveServer) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import ConfigError
+from penstock.measure.latency import decomposition
+from penstock.measure.steady import buckets, rates, steady_window
 
 METRICS = {
     "ttft": "time to first token",
@@ -17,6 +19,12 @@ METRICS = {
     "itl": "time between pieces of a stream",
     "e2el": "time to the last token",
 }
+SPLIT = {
+    "queue": "... queue",
+    "prefill": "... prefill",
+    "network": "... network",
+}
+"""Parts of the TTFT, where the server tells its own."""
 GOODPUT = ("ttft", "tpot", "e2el")
 
 
@@ -42,14 +50,28 @@ class Outcome:
     latency_s: float = 0.0
     itls_s: list[float] = field(default_factory=list)
     text: str = ""
+    queue_s: float | None = None
+    """These two as the server tells them, if it does: until it began with the request, and from there to the first
+    token."""
+    prefill_s: float | None = None
 
     @property
     def tpot_s(self) -> float | None:
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
+    @property
+    def network_s(self) -> float | None:
+        """What of the TTFT is neither queue nor prefill: both ways, and the front ends at their ends."""
+        if self.queue_s is None or self.prefill_s is None:
+            return None
+        return max(0.0, self.ttft_s - self.queue_s - self.prefill_s)
+
     def value(self, metric: str) -> float | None:
         """In seconds; None if this request has none."""
-        return {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.latency_s}[metric]
+        return {
+            "ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.latency_s, "queue": self.queue_s,
+            "prefill": self.prefill_s, "network": self.network_s,
+        }[metric]  # fmt: skip
 
 
 def parse_goodput(given: Sequence[str]) -> dict[str, float]:
@@ -74,8 +96,11 @@ def summarize(
     metrics: Sequence[str] = tuple(METRICS),
     percentiles: Sequence[float] = (50.0, 90.0, 99.0),
     goodput: dict[str, float] | None = None,
+    warmup_s: float | None = None,
 ) -> dict[str, Any]:
-    """The figures of a run. Units: ms where the name says so, else requests or tokens, and those per second."""
+    """The figures of a run. Units: ms where the name says so, else requests or tokens, and those per second; in
+    `steady` and `decomposition` seconds. `warmup_s`: as in `measure.steady`.
+    """
     good = [o for o in outcomes if o.ok]
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
     num_in, num_out = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
@@ -87,12 +112,13 @@ def summarize(
         "total_output_tokens": num_out,
         "request_throughput": len(good) * per_s,
         "request_goodput": None,
+        "input_throughput": num_in * per_s,
         "output_throughput": num_out * per_s,
         "total_token_throughput": (num_in + num_out) * per_s,
         **_peaks(good),
     }
     if goodput:
-        kept = sum(all((o.value(m) or 0.0) * 1e3 <= limit for m, limit in goodput.items()) for o in good)
+        kept = sum(is_good(o, goodput) for o in good)
         out["request_goodput"] = kept * per_s
         out["goodput_slo_ms"] = goodput
         out["goodput_fraction"] = kept / len(outcomes) if outcomes else 0.0
@@ -102,11 +128,44 @@ def summarize(
     out["errors_by_kind"] = dict(Counter(o.kind for o in outcomes if not o.ok))
     for metric in metrics:
         out |= _spread(metric, _values(good, metric), percentiles)
+    if any(o.network_s is not None for o in good):
+        for part in SPLIT:
+            out |= _spread(part, _values(good, part), percentiles)
+    gaps = _values(good, "itl")
+    out["max_itl_ms"] = max(gaps, default=0.0) * 1e3
+    out["steady"] = steady(good, duration_s, warmup_s)
+    jct, ttft = np.array([o.latency_s for o in good]), np.array([o.ttft_s for o in good])
+    out["decomposition"] = decomposition(ttft, jct, np.array([o.output_tokens for o in good], np.int64))
     # How late the client itself was: answers do not matter for this, so nothing hides behind a slow server.
     out |= _spread("send_delay", [o.ready_s - o.due_s for o in outcomes], (99.0,))
     out["max_send_delay_ms"] = max((o.ready_s - o.due_s for o in outcomes), default=0.0) * 1e3
     out["mean_slot_wait_ms"] = float(np.mean([o.sent_s - o.ready_s for o in outcomes])) * 1e3 if outcomes else 0.0
     return out
+
+
+def is_good(outcome: Outcome, limits_ms: dict[str, float]) -> bool:
+    """Answered, and within all limits; what has no value (a TPOT of one token) cannot miss."""
+    return outcome.ok and all((outcome.value(m) or 0.0) * 1e3 <= limit for m, limit in limits_ms.items())
+
+
+def steady(good: Sequence[Outcome], duration_s: float, warmup_s: float | None = None) -> dict[str, Any]:
+    """Rates of the steady part of a run; a piece of a stream carries its share of the answer's tokens."""
+    times, amounts = [], []
+    for o in good:
+        share = o.output_tokens / (len(o.itls_s) + 1)
+        times.append(o.sent_s + o.ttft_s + np.concatenate([[0.0], np.cumsum(o.itls_s)]))
+        amounts.append(np.full(len(o.itls_s) + 1, share))
+    first = np.array([o.sent_s + o.ttft_s for o in good])
+    num_prompt = np.array([o.prompt_tokens for o in good], np.float64)
+    finish = np.array([o.sent_s + o.latency_s for o in good])
+    if not good:
+        return rates(None, 0.0, first, num_prompt, finish)
+    tokens, width_s = buckets(np.concatenate(times), np.concatenate(amounts), duration_s)
+    window = steady_window(tokens, width_s, float(first.max()), warmup_s)
+    inside = 0.0
+    if window is not None:
+        inside = float(tokens[round(window.start_s / width_s) : round(window.end_s / width_s)].sum())
+    return rates(window, inside, first, num_prompt, finish)
 
 
 def _values(good: Sequence[Outcome], metric: str) -> list[float]:
@@ -151,6 +210,9 @@ def detail(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "itls": [o.itls_s for o in outcomes],
         "latencies": [o.latency_s for o in outcomes],
         "start_times": [o.sent_s for o in outcomes],
+        "queue_times": [o.queue_s for o in outcomes],
+        "prefill_times": [o.prefill_s for o in outcomes],
+        "network_times": [o.network_s for o in outcomes],
         "due_times": [o.due_s for o in outcomes],
         "cached_tokens": [o.cached_tokens for o in outcomes],
         "generated_texts": [o.text for o in outcomes],

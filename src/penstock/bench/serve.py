@@ -160,6 +160,9 @@ class _Stream:
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             self._outcome.cached_tokens = details["cached_tokens"]
+        times = usage.get("queue_time"), usage.get("prompt_time")
+        if all(isinstance(t, int | float) for t in times):
+            self._outcome.queue_s, self._outcome.prefill_s = times
 
     def finish(self) -> None:
         """Raises CallError if nothing came."""

@@ -17,7 +17,7 @@ from penstock.cli.sim_workload import add_workload, count, positive, share, work
 if TYPE_CHECKING:
     from penstock.core.model_spec import ModelSpec
     from penstock.sim.metrics import Slo
-    from penstock.sim.result import SimResult
+    from penstock.sim.result import Charges, SimResult
     from penstock.sim.service import Service
     from penstock.sim.workload import Workload
 
@@ -46,6 +46,7 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.cli import money
     from penstock.config import SETTINGS
     from penstock.config.load import add_arguments as add_engine_arguments
 
@@ -71,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of one run: search the highest request rate at which this share of requests meets both limits "
         "(default: 0.9)",
     )  # fmt: skip
+    goal.add_argument("--warmup", type=positive, metavar="S", help="seconds that steady rates leave out (MSER-5 finds)")
+    money.add_arguments(goal)
     goal.add_argument("--out", type=Path, metavar="FILE.html", help="write a page with charts")
     goal.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")
     goal.add_argument(
@@ -96,6 +99,8 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
 
 def sim(args: argparse.Namespace) -> int:
     """Run every combination of the settings given as lists. Returns the exit status."""
+    from dataclasses import replace
+
     from penstock.base.errors import InputError
     from penstock.sim.metrics import Slo
     from penstock.sim.report import html_page, json_report, table
@@ -109,12 +114,13 @@ def sim(args: argparse.Namespace) -> int:
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
     if args.replicas is not None and args.disk_rates is not None:
         raise InputError("--disk-rates is of one engine's folder; leave it away with --replicas", param="replicas")
+    bill = _bill(args)
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = _planned(args)
     if args.find_rate is not None:
         _find_rates(planned, workload, slo, args)
         return 0
-    results = [_run(service, workload, args) for service in planned]
+    results = [replace(_run(service, workload, args), bill=bill) for service in planned]
     from rich.console import Console
 
     Console().print(table(results, slo))
@@ -124,6 +130,20 @@ def sim(args: argparse.Namespace) -> int:
         model = results[0].settings["model"]
         write(args.out, html_page(results, slo, title=f"{workload.name}: {model} on {planned[0].device_name}"))
     return 0
+
+
+def _bill(args: argparse.Namespace) -> Charges:
+    """Prices and watts that are known, before anything runs. Raises ConfigError."""
+    from penstock.measure.cost import find_price
+    from penstock.measure.energy import POWERS, find_carbon, find_power
+    from penstock.sim.result import Charges
+
+    named = args.power or (args.simulated_device if args.simulated_device in POWERS else None)
+    return Charges(
+        price=None if args.machine_price is None else find_price(args.machine_price),
+        power=None if named is None else find_power(named),
+        carbon=find_carbon(args.carbon_intensity), warmup_s=args.warmup,
+    )  # fmt: skip
 
 
 def _find_rates(planned: list[Service], workload: Workload, slo: Slo, args: argparse.Namespace) -> None:
@@ -239,6 +259,7 @@ def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimR
 
     from penstock.executor.sim_files import SimFolder
     from penstock.plan.probe import probe
+    from penstock.sim.alone import with_alone
     from penstock.sim.replicas import Replicas
     from penstock.sim.store import parse_rates
 
@@ -250,6 +271,7 @@ def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimR
         else:
             group = Replicas(service, args.replicas, args.router, args.processes or probe().num_cores)
             result = group.run(workload, truncate=args.truncate, progress=bar.show)
+    result = with_alone(result, service.timer, plan.max_num_batched_tokens)
     settings = {
         "model": config.model.model,
         "device": service.device_name,

@@ -159,6 +159,10 @@ class ServerConfig(Section):
     )
     grammar_timeout: float = setting(5.0, "Seconds that compiling a grammar may take.", above=0)
     disable_log_stats: bool = setting(False, "No line about throughput every ten seconds.")
+    power_watts: str | None = setting(
+        None, "What the machine draws, for the energy in /metrics: IDLE:LOAD in watts, a device's name, or rapl (the "
+        "processor's counters). By default the counters, where they may be read; else a model of the cores.",
+    )  # fmt: skip
     request_log: bool = setting(True, "One line per finished request, without its text.")
     engine_in_process: bool = setting(False, "Run the engine as a thread of the server (it cannot be restarted then).")
     fault: str | None = setting(

@@ -132,6 +132,9 @@ class EngineStats(ExpertCounts):
     """Rows whose drafts were verified (vLLM's word)."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefill_s: float = 0.0
+    """Seconds of steps that prompts owe, and `decode_s` those of decoding (`engine.phases`); together all steps'."""
+    decode_s: float = 0.0
     num_spec_steps: int = 0
     """Steps in which somebody had room for drafts; `draft_s`, `spec_step_s`: seconds of their drafters, and in all."""
     draft_s: float = 0.0

@@ -19,13 +19,13 @@ from penstock.server.admission.keys import fair_share
 from penstock.server.assembly import assembled, checked, furnish, make_link, model_name, with_adapters
 from penstock.server.batches import files, runner
 from penstock.server.context import Server
-from penstock.server.observation import loop_watch, metrics, request_log, traces
+from penstock.server.observation import energy, loop_watch, metrics, request_log, traces
 from penstock.server.responses import store
 from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.turns import grammars
 
 log = logging.getLogger("penstock.server")
-_PARTS = (loop_watch, keys, metrics, request_log, traces, gate, grammars, store, files, runner)
+_PARTS = (loop_watch, keys, metrics, energy, request_log, traces, gate, grammars, store, files, runner)
 """Installed in this order; closed in the opposite one."""
 
 
@@ -37,6 +37,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     """
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
     traces.check_traces(config.server)
+    meter = energy.check_power(config)
     given = checked(config)
     config = fair_share(with_adapters(config))
     further = None
@@ -61,7 +62,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     try:
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = assembled(config, client, front, given, names, clock)
-        server.parts["tls"] = tls
+        server.parts["tls"], server.parts["energy_meter"] = tls, meter
         if tls is not None:
             server.closers.append(Watching(tls).close)
         await furnish(server, config, _PARTS)

@@ -77,11 +77,11 @@ class Call:
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
     `slo_tpot_s`: seconds that a token after the first should take on average; `slo_ttft_s`: from `arrival_s`, in which
-    the first one should be there. `offline_s`: for so long it is offline work; None: it is not. `default_max_tokens`: how
-    many tokens
-    are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
-    what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
-    request has brought and the engine has computed, so that admission does not count them again.
+    the first one should be there. `offline_s`: for so long it is offline work; None: it is not. `default_max_tokens`:
+    how many tokens are generated where `params` do not say it, if the prompt leaves room for them; None: all there is
+    room for. `lead`: what may come before an answer that is bound. `num_shared`: first tokens of the prompt that
+    another part of the same request has brought and the engine has computed, so that admission does not count them
+    again.
     """
 
     prompt: Prompt
@@ -100,6 +100,8 @@ class Call:
     num_shared: int = 0
     arrival_s: float = 0.0
     stream: bool = False
+    tells_times: bool = False
+    """Whether the usage of the answer says where the time went."""
     pooling: str | None = None
     reference: list[int] = field(default_factory=list)
     """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -90,6 +90,17 @@ class Bursts:
         busy = Poisson(self.rate * (self.on + self.off) / self.on)
         for busy_s in busy.times(rng):  # a clock that runs only while it is on
             yield busy_s + self.off * math.floor(busy_s / self.on)
+
+
+def fit_gamma(times_s: Iterable[float]) -> tuple[float, float]:
+    """(rate, cv) of the Gamma process that has the mean and the variation of the gaps between these times (moments).
+
+    Raises InputError for fewer than three times, or if all are the same.
+    """
+    gaps = np.diff(np.fromiter(times_s, np.float64))
+    if len(gaps) < 2 or gaps.mean() <= 0:
+        raise InputError("arrivals: three different times at least are needed to fit a process", param="arrivals")
+    return float(1 / gaps.mean()), float(gaps.std() / gaps.mean())
 
 
 def make(name: str, given: Mapping[str, float]) -> ArrivalProcess:

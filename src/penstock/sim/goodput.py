@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.base.errors import InputError
+from penstock.measure.search import NoLimitError, highest
 from penstock.sim.metrics import Slo, within
 from penstock.sim.result import SimResult
 
@@ -56,23 +57,11 @@ def find_goodput(
             progress(trials[-1])
         return met >= attainment
 
-    low, high = 0.0, 1.0
-    if keeps(1.0):
-        while keeps(2 * high):
-            low = high = 2 * high
-            if high > 2**20:
-                raise InputError(
-                    "the limits are met at any rate: the workload ends before a queue builds up; give more requests"
-                )
-        low, high = max(low, 1.0), 2 * high
-    else:
-        low = 0.5
-        while not keeps(low):
-            high, low = low, low / 2
-            if low < 2**-20:
-                return Goodput(None, tuple(trials))
-    while high - low > tolerance * low:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    kept = [t for t in trials if t.factor == low]
-    return Goodput(kept[-1], tuple(trials))
+    try:
+        best = highest(keeps, tolerance=tolerance)
+    except NoLimitError:
+        raise InputError(
+            "the limits are met at any rate: the workload ends before a queue builds up; give more requests"
+        ) from None
+    kept = [t for t in trials if t.factor == best]
+    return Goodput(kept[-1] if kept else None, tuple(trials))

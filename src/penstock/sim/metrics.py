@@ -4,7 +4,8 @@ For request i with P_i prompt and N_i output tokens: a_i arrival, s_i the start 
 t_ij the end of the step that yields its j-th token (j = 1 ... N_i). All on the virtual clock, in seconds.
 
     queue time_i  = s_i - a_i
-    TTFT_i        = t_i1 - a_i
+    prefill_i     = t_i1 - s_i
+    TTFT_i        = t_i1 - a_i = queue time_i + prefill_i (a simulated network takes no time)
     TBT_ij        = t_ij - t_i(j-1), j >= 2; a distribution over all gaps of all requests (also called ITL)
     TPOT_i        = (t_iN - t_i1) / (N_i - 1), N_i >= 2; the mean gap of one request
     JCT_i         = t_iN - a_i (end-to-end latency)
@@ -15,6 +16,9 @@ t_ij the end of the step that yields its j-th token (j = 1 ... N_i). All on the 
     goodput       = requests within the limits / span
     hit rate      = prompt tokens found in the prefix cache at first admission / prompt tokens
     busy          = sum of step durations / span
+    slowdown_i    = JCT_i / JCT_i alone on the idle device (`sim.alone`), by classes of size (`measure.latency`)
+    residual      = what TTFT + TPOT x tokens misses of the mean JCT (`measure.latency`)
+    steady        = rates without warm-up and drain (`measure.steady`)
 
 A percentile p is the smallest value that at least p % of all values do not exceed (nearest rank): a value that
 occurred. Sources: Yu et al., Orca, OSDI 2022, and Kwon et al., arXiv 2309.06180, section 6.1 (normalized latency);
@@ -29,6 +33,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.measure.cost import cost
+from penstock.measure.energy import ModelMeter, energy, modelled_j
+from penstock.measure.latency import decomposition, slowdown_classes
+from penstock.measure.steady import rates, steady_window
 from penstock.sim.result import Floats, Ints, SimResult
 
 PERCENTILES = (50, 90, 99)
@@ -97,15 +105,18 @@ class Slo:
 
 
 def distributions(result: SimResult) -> dict[str, Distribution]:
-    """ttft, tbt, tpot, jct, queue (seconds) and normalized (seconds per output token)."""
+    """ttft, tbt, tpot, jct, queue, prefill (seconds), normalized (seconds per output token); slowdown, if known."""
     r = result.requests
-    return {
+    jct_s = r.finish_s - r.arrival_s
+    slow = {} if result.alone_s is None else {"slowdown": Distribution.of(jct_s / result.alone_s)}
+    return slow | {
         "ttft": Distribution.of(r.first_token_s - r.arrival_s),
         "tbt": Distribution.of(result.gaps_s, result.gap_counts),
         "tpot": Distribution.of(tpots(result)),
-        "jct": Distribution.of(r.finish_s - r.arrival_s),
+        "jct": Distribution.of(jct_s),
         "queue": Distribution.of(r.scheduled_s - r.arrival_s),
-        "normalized": Distribution.of((r.finish_s - r.arrival_s) / np.maximum(r.num_output, 1)),
+        "prefill": Distribution.of(r.first_token_s - r.scheduled_s),
+        "normalized": Distribution.of(jct_s / np.maximum(r.num_output, 1)),
     }
 
 
@@ -148,6 +159,7 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
         "span_s": span_s,
         "throughput": {
             "requests_per_s": _rate(len(r), span_s),
+            "input_tokens_per_s": _rate(prompt, span_s),
             "output_tokens_per_s": _rate(output, span_s),
             "total_tokens_per_s": _rate(prompt + output, span_s),
             "prompt_tokens": prompt,
@@ -159,7 +171,10 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
             "requests_per_s": _rate(num_good, span_s),
             "attainment": num_good / max(1, len(r) + num_refused),
         },
-        "latency_s": {name: _clean(d.summary()) for name, d in distributions(result).items()},
+        "steady": steady(result, result.bill.warmup_s),
+        "latency_s": {name: _clean(d.summary()) for name, d in distributions(result).items() if name != "slowdown"},
+        "decomposition": decomposition(r.first_token_s - r.arrival_s, r.finish_s - r.arrival_s, r.num_output),
+        "slowdown": slowdowns(result),
         "prefix_cache": {
             "hit_tokens": int(r.cached.sum()),
             "hit_rate": float(r.cached.sum()) / max(1, prompt),
@@ -182,6 +197,8 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
             "peak_running": stats.peak_running,
             "busy_s": result.busy_s,
             "busy": min(1.0, result.busy_s / span_s) if span_s > 0 else None,
+            "prefill_s": stats.prefill_s,
+            "decode_s": stats.decode_s,
             "tokens_per_step": stats.num_scheduled_tokens / max(1, stats.num_steps),
         },
         "simulation": {
@@ -191,7 +208,48 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
             "digest": result.digest or None,
         },
     }  # fmt: skip
-    return out
+    return out | charged(result, prompt, output)
+
+
+def charged(result: SimResult, num_input: int, num_output: int) -> dict[str, Any]:
+    """ "cost" and "energy" of a run, None where no price or no watts are known."""
+    bill, stats, span_s = result.bill, result.stats, result.span_s
+    power = bill.power
+    return {
+        "cost": None if bill.price is None else cost(
+            bill.price, span_s, (stats.prefill_s, stats.decode_s), num_input, num_output
+        ),
+        "energy": None if power is None else energy(
+            modelled_j(power, span_s, result.busy_s), "model", ModelMeter(power).about, num_input, num_output,
+            bill.carbon,
+        ),
+    }  # fmt: skip
+
+
+def steady(result: SimResult, warmup_s: float | None = None) -> dict[str, Any]:
+    """Rates of the steady part, its times in seconds from the first arrival on (`measure.steady`)."""
+    r, series = result.requests, result.series
+    if not len(r) or np.isnan(r.first_token_s).all():
+        return rates(None, 0.0, r.first_token_s, r.num_prompt, r.finish_s)
+    skipped = int(r.arrival_s[0] / series.width_s)
+    began_s = skipped * series.width_s
+    tokens = series.counts[skipped:, result.counters.index("output_tokens")]
+    window = steady_window(tokens, series.width_s, float(np.nanmax(r.first_token_s)) - began_s, warmup_s)
+    inside = 0.0
+    if window is not None:
+        first, last = (round(t / series.width_s) for t in (window.start_s, window.end_s))
+        inside = float(tokens[first:last].sum())
+    return rates(window, inside, r.first_token_s - began_s, r.num_prompt, r.finish_s - began_s)
+
+
+def slowdowns(result: SimResult) -> dict[str, Any] | None:
+    """Slowdown of all requests, and by class of size, the smallest first; None if nobody knows the times alone."""
+    r = result.requests
+    if result.alone_s is None:
+        return None
+    jct_s = r.finish_s - r.arrival_s
+    classes = slowdown_classes(r.num_prompt + r.num_output, jct_s, result.alone_s)
+    return _clean(Distribution.of(jct_s / result.alone_s).summary()) | {"classes": classes}
 
 
 def by_tenant(result: SimResult, slo: Slo, top: int = 12) -> list[dict[str, Any]]:

@@ -39,11 +39,18 @@ def _integer(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _money(value: float) -> str:
+    return f"{value:,.4f}"
+
+
 _LATENCY_ROWS = [
-    Row(f"{title} {p}", ("latency_s", key, p), seconds, -1, short=p != "p90")
-    for key, title in (("ttft", "TTFT"), ("tbt", "TBT"), ("tpot", "TPOT"), ("jct", "JCT"), ("queue", "Queue time"))
+    Row(f"{title} {p}", ("latency_s", key, p), seconds, -1, short=p != "p90" and key != "prefill")
+    for key, title in (
+        ("ttft", "TTFT"), ("queue", "Queue time"), ("prefill", "Prefill"), ("tbt", "TBT"), ("tpot", "TPOT"),
+        ("jct", "JCT"),
+    )
     for p in ("p50", "p90", "p99")
-]
+]  # fmt: skip
 HEADLINE: tuple[tuple[str, tuple[Row, ...]], ...] = (
     ("Requests", (
         Row("arrived", ("requests", "arrived"), _integer),
@@ -53,13 +60,22 @@ HEADLINE: tuple[tuple[str, tuple[Row, ...]], ...] = (
     )),
     ("Throughput", (
         Row("output tokens/s", ("throughput", "output_tokens_per_s"), number, 1, short=True),
+        Row("prompt tokens/s", ("throughput", "input_tokens_per_s"), number, 1),
         Row("prompt + output tokens/s", ("throughput", "total_tokens_per_s"), number, 1),
+        Row("output tokens/s, steady", ("steady", "output_tokens_per_s"), number, 1, short=True),
+        Row("prompt tokens/s, steady", ("steady", "input_tokens_per_s"), number, 1),
+        Row("requests/s, steady", ("steady", "requests_per_s"), number, 1),
         Row("requests/s", ("throughput", "requests_per_s"), number, 1, short=True),
         Row("goodput, requests/s", ("goodput", "requests_per_s"), number, 1, short=True),
         Row("SLO attainment", ("goodput", "attainment"), percent, 1, short=True),
     )),
     ("Latency", (
         *_LATENCY_ROWS,
+        Row("TBT max", ("latency_s", "tbt", "max"), seconds, -1, short=True),
+        Row("TPOT mean", ("latency_s", "tpot", "mean"), seconds, -1, short=True),
+        Row("JCT beyond TTFT + TPOT x tokens", ("decomposition", "residual"), percent, short=True),
+        Row("slowdown mean", ("slowdown", "mean"), number, -1, short=True),
+        Row("slowdown p99", ("slowdown", "p99"), number, -1, short=True),
         Row("normalized latency mean, per token", ("latency_s", "normalized", "mean"), seconds, -1),
     )),
     ("Memory and work", (
@@ -71,12 +87,23 @@ HEADLINE: tuple[tuple[str, tuple[Row, ...]], ...] = (
         Row("tokens per step", ("engine", "tokens_per_step"), number),
         Row("device busy", ("engine", "busy"), percent, short=True),
     )),
+    ("Cost and energy", (
+        Row("cost", ("cost", "cost"), _money, -1),
+        Row("price of 1M prompt tokens", ("cost", "per_million_input"), _money, -1, short=True),
+        Row("price of 1M output tokens", ("cost", "per_million_output"), _money, -1, short=True),
+        Row("output tokens for one unit of money", ("cost", "output_tokens_per_unit"), number, 1),
+        Row("energy, J, modelled", ("energy", "joules"), number, -1),
+        Row("J per output token, modelled", ("energy", "joules_per_output_token"), number, -1, short=True),
+        Row("g CO2 per output token, modelled", ("energy", "grams_co2_per_output_token"), number, -1),
+    )),
 )  # fmt: skip
 
 
 def _at(tree: dict[str, Any], path: tuple[str, ...]) -> float | None:
     node: Any = tree
     for name in path:
+        if node is None:
+            return None
         node = node[name]
     return None if node is None else float(node)
 
@@ -113,6 +140,7 @@ def html_page(results: Sequence[SimResult], slo: Slo | None = None, *, title: st
         memory_key=[Key(text, k, True) for k, (_, text) in enumerate(AREAS)],
         memory_head=["", "", *(text for _, text in AREAS), "free"],
         memory=[[r.label, _bar(r), *_shares(m)] for r, m in zip(runs, measured, strict=True)],
+        slowdowns=_slowdowns(runs, measured), bills=_bills(runs, measured),
         tenants=_tenants(runs, slo), settings=settings,
         settings_head=["", *((labels if one else ["all runs"]) if same else labels)],
         decisions=_decisions(runs), footer=_footer(measured),
@@ -171,8 +199,8 @@ def _tiles(m: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _percentiles(m: dict[str, Any]) -> list[list[str]]:
     """Every latency of one run in one small table."""
     names = {
-        "ttft": "TTFT", "tbt": "TBT, all gaps", "tpot": "TPOT", "jct": "JCT", "queue": "Queue time",
-        "normalized": "Normalized latency, per output token",
+        "ttft": "TTFT", "queue": "... queue time", "prefill": "... prefill", "tbt": "TBT, all gaps", "tpot": "TPOT",
+        "jct": "JCT", "normalized": "Normalized latency, per output token",
     }  # fmt: skip
     columns = ("mean", "p50", "p90", "p99", "max")
     found = {name: [m["latency_s"][key][column] for column in columns] for key, name in names.items()}
@@ -201,6 +229,35 @@ def _tenants(runs: list[SimResult], slo: Slo) -> list[tuple[str, list[list[str]]
         for run in runs
     }  # fmt: skip
     return [(label, rows) for label, rows in found.items() if rows]
+
+
+def _slowdowns(runs: list[SimResult], measured: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
+    """By run: the classes of size, the smallest first."""
+    found = []
+    for run, m in zip(runs, measured, strict=True):
+        if m["slowdown"] is None:
+            continue
+        rows = [
+            [f"{c['from_tokens']:,} to {c['to_tokens']:,}", _integer(c["requests"]), seconds(c["mean_jct_s"]),
+             *(number(c[name]) for name in ("mean", "p50", "p99", "max"))]
+            for c in m["slowdown"]["classes"]
+        ]  # fmt: skip
+        found.append((run.label, rows))
+    return found
+
+
+def _bills(runs: list[SimResult], measured: list[dict[str, Any]]) -> list[str]:
+    """Where prices, watts and carbon come from."""
+    out = []
+    for run, m in zip(runs, measured, strict=True):
+        if m["cost"] is not None:
+            out.append(f"{run.label}: {m['cost']['per_hour']:g} {m['cost']['currency']} an hour "
+                       f"({m['cost']['price_source']}), shared out by {m['cost']['split_by']}")  # fmt: skip
+        if m["energy"] is not None:
+            e = m["energy"]
+            out.append(f"{run.label}: energy is a model: {e['energy_about']}; {e['carbon_g_per_kwh']:g} g CO2 per kWh "
+                       f"({e['carbon_source']})")  # fmt: skip
+    return out
 
 
 def _settings(runs: list[SimResult]) -> list[list[str]]:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.events import Decision, EngineStats
+from penstock.measure.cost import Price
+from penstock.measure.energy import Power
 from penstock.sim.timeline import Series
 
 Floats = npt.NDArray[np.float64]
@@ -34,6 +36,18 @@ class RequestColumns:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+
+@dataclass(frozen=True)
+class Charges:
+    """What a run is charged with, as far as it is known. `carbon`: grams of CO2 per kWh, and where that comes from.
+    `warmup_s`: seconds that steady rates leave out; None: `measure.steady` finds them.
+    """
+
+    price: Price | None = None
+    power: Power | None = None
+    carbon: tuple[float, str] = (0.0, "")
+    warmup_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,9 @@ class SimResult:
     skipped_lines: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    bill: Charges = Charges()
+    alone_s: Floats | None = None
+    """By request: what it would have taken alone (`sim.alone`); None if nobody asked."""
     hits: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by the tier that had them; every admission counts, also those after preemptions.
     "queried": tokens of all prompts that looked."""

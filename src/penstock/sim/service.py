@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from penstock.base.clock import VirtualClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor.sim_files import SimFolder
-from penstock.plan.calibrated import Calibration
+from penstock.plan.calibrated import CalibratedTimer, Calibration
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
 from penstock.plan.resolve import Plan
@@ -42,15 +43,21 @@ class Service:
     def timer_name(self) -> str:
         return "roofline" if isinstance(self.device, Device) else "calibrated"
 
+    @property
+    def timer(self) -> StepTimer:
+        """What steps take on the device, without the engine's own time between them."""
+        if isinstance(self.device, Calibration):
+            return CalibratedTimer(self.device.curve, self.device.copy_bytes_per_s)
+        return RooflineTimer(self.spec, self.device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
+
     def core(self, clock: VirtualClock, folder: SimFolder | None = None) -> EngineCore:
         """A fresh engine on `clock`; `folder` as in `build_sim`."""
         if isinstance(self.device, Calibration):
             return build_calibrated(
                 self.device, self.config, self.plan, clock, seconds_budget=self.seconds_budget, folder=folder
             )
-        timer = RooflineTimer(self.spec, self.device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
         return build_sim(
-            self.config, self.spec, self.plan, timer, clock, depth=self.config.execution.depth,
+            self.config, self.spec, self.plan, self.timer, clock, depth=self.config.execution.depth,
             seconds_budget=self.seconds_budget, folder=folder,
         )  # fmt: skip
 

@@ -91,6 +91,8 @@ _ENGINE_COUNTERS = (
     ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
     ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),
     ("evicted_blocks", "Blocks that the prefix cache gave up.", "num_evicted_blocks", OURS),
+    ("prefill_seconds", "Seconds of steps that prompts owe.", "prefill_s", OURS),
+    ("decode_seconds", "Seconds of steps that decoding owes.", "decode_s", OURS),
     ("forks", "Sequences that share a parent's blocks.", "num_forks", OURS),
     ("grammar_cache_hits", "Grammars that were compiled already.", "num_grammar_hits", OURS),
     ("grammar_cache_misses", "Grammars that had to be compiled.", "num_grammar_misses", OURS),
@@ -185,6 +187,7 @@ class Metrics(Collector):
         yield from self._predictions()
         yield from self._adapters()
         yield from self._info()
+        yield from self._energy()
         yield from self._models()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
@@ -449,6 +452,13 @@ class Metrics(Collector):
         labels = (most, ",".join(sorted(states[False])), ",".join(sorted(states[True])))
         text = "Adapters of the requests that wait and that run."
         yield from self._labelled(GaugeMetricFamily, "lora_requests_info", text, names, {labels: time.time()}, BOTH)
+
+    def _energy(self) -> Iterator[Metric]:
+        use = self.server.parts.get("energy")
+        if use is not None:
+            text = "Joules since the server was ready: of the whole machine by its counters (rapl), or by a model."
+            values = {use.meter.source: use.joules()}
+            yield from self._labelled(CounterMetricFamily, "energy_joules", text, ("source",), values)
 
     def _models(self) -> Iterator[Metric]:
         """Of a model that comes and goes."""

@@ -96,6 +96,12 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     weight_version: str | UnsetType = UNSET
     weight_versions: list[list[tuple[int, int, str]]] | UnsetType = UNSET
+    queue_time: float | UnsetType = UNSET
+    """These four in seconds, for requests with the header X-Request-Times (Groq's names): until the engine began with
+    it, from there to the first token, from there on, and in all."""
+    prompt_time: float | UnsetType = UNSET
+    completion_time: float | UnsetType = UNSET
+    total_time: float | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

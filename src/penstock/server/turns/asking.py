@@ -48,6 +48,8 @@ class Caller:
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
     slo_ms: Mapping[str, float] = field(default_factory=dict)
     """The headers X-TTFT-SLO-Ms and X-TPOT-SLO-Ms, by the fields that go before them."""
+    tells_times: bool = False
+    """The header X-Request-Times: the usage then says where the time went."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers that say which trace it belongs to (W3C Trace Context)."""
 
@@ -59,6 +61,7 @@ def caller_of(request: Request) -> Caller:
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
         offline_s=request.scope.get(OFFLINE_S), tier=request.headers.get("x-service-tier"), slo_ms=_slo_ms(request),
+        tells_times=request.headers.get("x-request-times", "0") != "0",
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
@@ -117,9 +120,9 @@ def _slo_s(
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
     milliseconds that a token after the first should take on average; `ttft_slo_ms`: in which the first one should be
-    there, from the request's arrival. `tier`: one of TIERS; `background`: nobody waits for it, so it is of the tier flex
-    if it names none. `default_max_tokens`: beats the model's own.
-    `cut_max_tokens`: what is more than the prompt leaves is a bound that is never reached, and no error."""
+    there, from the request's arrival. `tier`: one of TIERS; `background`: nobody waits for it, so it is of the tier
+    flex if it names none. `default_max_tokens`: beats the model's own. `cut_max_tokens`: what is more than the prompt
+    leaves is a bound that is never reached, and no error."""
 
     stream: bool = False
     priority: int | None = None
@@ -217,6 +220,7 @@ def make_call(
         slo_ttft_s=slo_ttft_s,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
+        tells_times=caller.tells_times,
         hints=of_prompt(options.hints, prompt),
         facts={
             "http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts,

@@ -202,8 +202,15 @@ class Meter:
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.generated, total_tokens=prompt + self.generated,
             prompt_tokens_details=cached, completion_tokens_details=self._drafts() if self._speculates else UNSET,
-            **self._weights(),
+            **self._weights(), **self._times(),
         )  # fmt: skip
+
+    def _times(self) -> dict[str, Any]:
+        """Where the time went, if that was asked for: of several prompts, of the one whose first token came last."""
+        call = self._streams[0].call
+        if call is None or not call.tells_times or not self._metrics:
+            return {}
+        return times_told(max(self._metrics.values(), key=lambda m: m.first_token_s or 0.0))
 
     def _weights(self) -> dict[str, Any]:
         """The version of the weights: of the newest token, and of all if there are several."""
@@ -237,6 +244,14 @@ class Meter:
         answer = wire_error(error)
         answer.extra = {"usage": self.usage()}
         return answer
+
+
+def times_told(m: RequestMetrics) -> dict[str, float]:
+    """Seconds under Groq's names, as far as they are known: `queue_time` + `prompt_time` is the TTFT as the server
+    sees it."""
+    marks = {"queue_time": (m.arrival_s, m.scheduled_s), "prompt_time": (m.scheduled_s, m.first_token_s),
+             "completion_time": (m.first_token_s, m.finished_s), "total_time": (m.arrival_s, m.finished_s)}  # fmt: skip
+    return {name: max(0.0, b - a) for name, (a, b) in marks.items() if a is not None and b is not None}
 
 
 async def begin_text(

@@ -17,6 +17,7 @@ from penstock.base.registry import Registry
 WORKLOADS: Registry[Callable[[], Any], None] = Registry("trace format")
 WORKLOADS.add("alibaba", "penstock.sim.traces.alibaba:Alibaba")
 WORKLOADS.add("azure2023", "penstock.sim.traces.azure:Azure")
+WORKLOADS.add("burstgpt", "penstock.sim.traces.burstgpt:BurstGpt")
 WORKLOADS.add("mooncake", "penstock.sim.traces.mooncake:Mooncake")
 WORKLOADS.add("servegen", "penstock.sim.traces.servegen:ServeGen")
 WORKLOADS.add("vidur", "penstock.sim.traces.vidur:Vidur")
