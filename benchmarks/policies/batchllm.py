@@ -63,7 +63,7 @@ def figures(result: SimResult) -> Mapping[str, float]:
 CASE = Case(
     name="batchllm",
     title="Groups that share a beginning, run together (BatchLLM)",
-    goal="No shared beginning is computed twice, and the makespan is shorter than in order of arrival with an LRU cache.",
+    goal="No shared beginning is computed twice; the makespan is shorter than in order of arrival with an LRU cache.",
     variants={
         "fcfs": {"scheduling_policy": "fcfs"},
         "depth first": {"scheduling_policy": "cache-aware:order=dfs"},

@@ -95,8 +95,8 @@ def batch(sdk: openai.OpenAI, num_lines: int, **more: Any) -> Any:
 
 
 def test_A18_a_batch_runs_behind_online_requests(live: LiveServer, sdk: openai.OpenAI, watch: Watch) -> None:
-    """Both slots and more are wanted by the lines of a batch. Each online request beside them is in the first step after
-    its arrival, and no line is in a step with its prompt."""
+    """Both slots and more are wanted by the lines of a batch. Each online request beside them is in the first step
+    after its arrival, and no line is in a step with its prompt."""
     made = batch(sdk, 120)
     until(lambda: any(off for _, rows in watch.steps for off, _ in rows.values()), "no line has run")
     before = len(watch.steps)

@@ -59,8 +59,8 @@ def computed_twice(played: Played, load: list[Request]) -> int:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_A19_no_shared_prefix_is_computed_twice_and_the_batch_ends_sooner(seed: int) -> None:
     """A cache of 150 blocks, a working set of 208 for the beginnings alone. Against order of arrival with an LRU cache:
-    nothing of what a group shares is computed again, and the makespan is shorter. It is that of depth-first order, which
-    finds as much, or less where memory leaves room for decodes beside prompts."""
+    nothing of what a group shares is computed again, and the makespan is shorter. It is that of depth-first order,
+    which finds as much, or less where memory leaves room for decodes beside prompts."""
     load = batch(seed)
     found = {name: run(name, load) for name in ("fcfs", "cache-aware:order=dfs", "batchllm")}
     spans = {name: round(played.makespan_s, 1) for name, played in found.items()}

@@ -250,8 +250,8 @@ def test_A18_nobody_is_offline_for_ever() -> None:
 
 
 def test_A18_tokens_and_schedules_do_not_depend_on_the_class() -> None:
-    """[EX] Scarce memory, both classes, some due while they wait or run: all tokens are those of the naive loop, and the
-    log of the run decides the same again."""
+    """[EX] Scarce memory, both classes, some due while they wait or run: all tokens are those of the naive loop, and
+    the log of the run decides the same again."""
     rng = random.Random(9)
     knobs = Knobs(num_blocks=24, block_size=4, budget=16, max_num_seqs=4, depth=2)
     core, _ = fake_engine(knobs)

@@ -19,7 +19,7 @@ from penstock.launch.backend import device_of, traits_of
 from penstock.launch.build import Engine
 from penstock.launch.names import check_names
 from penstock.launch.selection import keeping_of
-from penstock.plan.calibrated import Calibration, CalibratedTimer, errors_of, fit
+from penstock.plan.calibrated import CalibratedTimer, Calibration, errors_of, fit
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.measured import Sample
 from penstock.plan.resolve import Plan, resolve

@@ -1,5 +1,5 @@
-"""Batches, as offline work, which runs in what other requests leave (`sched.offline`). Their state is on disk (`folder`): a
-restart goes on, and so does any other server of the same folder."""
+"""Batches, as offline work, which runs in what other requests leave (`sched.offline`). Their state is on disk
+(`folder`): a restart goes on, and so does any other server of the same folder."""
 
 from __future__ import annotations
 
