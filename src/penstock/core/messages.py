@@ -84,8 +84,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     `step` counts steps; `time_s` is the monotonic clock of the machine. Counters are `core.events.EngineStats`' names.
     `memory_bytes`: bytes by subsystem ("weights", "prefix_tree", ...; "kv" is what was taken for KV, "kv_limit" what it
-    may take). KV numbers are blocks of all groups. Who waits as offline work is in `num_offline_waiting` alone; who
-    runs as such is one of `num_running`, too.
+    may take). KV numbers are blocks of all groups. Offline work that waits is in `num_offline_waiting` alone; what runs
+    is in `num_running`, too.
     """
 
     time_s: float = 0.0

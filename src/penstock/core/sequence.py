@@ -59,8 +59,7 @@ class Sequence:
         "arrival", "block_keys", "claim", "cumulative_logprob", "first_cached", "held", "index", "load", "names",
         "next_selection", "node", "num_cached", "num_calls", "num_computed", "num_inflight", "num_preemptions",
         "offline", "prompt_len", "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped",
-        "tables",
-        "taint_start", "token_ids", "writable",
+        "tables", "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:

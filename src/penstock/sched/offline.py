@@ -14,8 +14,7 @@ whoever comes online: the newest gives way, at once. Its full blocks stay in the
 it, until somebody needs the room, and are found there again. Work that has been offline for as long as its request says
 (`Request.offline_s`) is online from then on: nobody waits for ever.
 Sources: ConServe, arXiv 2410.01228, section 4 (a step's offline tokens fit the online objectives; offline work yields
-to arrivals; its cache is checkpointed as it grows). Between layers it does not yield here: a step alone is short
-instead.
+to arrivals; its cache is checkpointed as it grows). It does not yield between layers here: a step alone is short.
 """
 
 from __future__ import annotations

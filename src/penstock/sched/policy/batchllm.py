@@ -1,12 +1,12 @@
 """For batches: requests that share a beginning run together, those that generate most for their prompts first.
 
 Whoever waits is put in order in rounds. A round is a plan of all who wait when it begins: groups that share a beginning
-(`prefix_groups`), one after the other, so that it is computed once, by the first of a group, and is there for all
-others of it, however small the cache. Groups that generate much for each token of their prompts go first: their decodes
-then run beside the prompts of those behind, and no long tail of few decodes is left. Whoever comes later is in the next
-round, so nobody waits for ever. Who enters is decided by memory: blocks that are shared count once. Source: Zheng et
-al., BatchLLM, arXiv 2412.03594 (explicit global prefix sharing; prefix-sharing groups are scheduled together, larger
-ratio of decode to prefill first; memory-centric token batching).
+(`prefix_groups`), one after the other, so that it is computed once, by the first of a group, and is there for all of
+it, however small the cache. Groups that generate much for each token of their prompts go first: their decodes then
+run beside the prompts of those behind, and no long tail of few decodes is left. Whoever comes later is in the next
+round, so nobody waits for ever. Who enters is decided by memory: blocks that are shared count once.
+Source: Zheng et al., BatchLLM, arXiv 2412.03594 (explicit global prefix sharing; prefix-sharing groups are scheduled
+together, larger ratio of decode to prefill first; memory-centric token batching).
 """
 
 from __future__ import annotations

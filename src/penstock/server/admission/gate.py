@@ -57,8 +57,8 @@ OFFLINE_OVER_SLOTS = 8
 
 @dataclass(eq=False)
 class Admitted:
-    """A request that was taken on. `offline`: as offline work, which is no load to others. `cost`: tokens it may come
-    to, weighted; `reserved`: of its tenant's tokens."""
+    """A request that was taken on. `cost`: tokens it may come to, weighted; `reserved`: of its tenant's tokens;
+    `offline`: as offline work, which is no load to others."""
 
     tenant: Tenant
     num_prompt: int

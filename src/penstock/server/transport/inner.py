@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TENANT = "penstock.tenant"
 """Key of a scope that says who asks; no client can set it, so no key is asked for."""
 OFFLINE_S = "penstock.offline_s"
-"""Key of a scope: for how many seconds its requests are offline work (`core.request`); not there: they are not."""
+"""Key of a scope: for how many seconds its requests are offline work (`core.request.Request`); absent: they are not."""
 
 
 @dataclass
