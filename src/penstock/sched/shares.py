@@ -19,7 +19,7 @@ from penstock.core.protocols import SchedulingPolicy
 from penstock.core.sequence import Sequence
 
 
-class Queues(Protocol):
+class TenantQueues(Protocol):
     """The scheduler, as far as shares concern it."""
 
     @property
@@ -34,7 +34,8 @@ class WithShares:
 
     def __init__(self, inner: SchedulingPolicy) -> None:
         self._inner = inner
-        self.queues: Queues | None = None
+        self.name, self.displaces = inner.name, inner.displaces
+        self.queues: TenantQueues | None = None
         """The scheduler, once there is one."""
         self._parts: dict[str, float] = {}
         """Blocks that each tenant may hold; empty: nobody has to give anything up."""
@@ -46,13 +47,10 @@ class WithShares:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    @property
-    def displaces(self) -> bool:
-        return self._inner.displaces or bool(self._parts)
-
     def begin_step(self, now_s: float, kv: Any) -> None:
         self._inner.begin_step(now_s, kv)
-        self._parts = {}
+        if self._parts:
+            self._parts, self.displaces = {}, self._inner.displaces
         queues = self.queues
         # All tenants have a share, or none has (`Request.kv_share`), so that one look is enough.
         if queues is None or kv is None or not queues.waiting or not queues.waiting[0].request.kv_share:
@@ -67,6 +65,7 @@ class WithShares:
         whole = sum(shares.values())
         self._parts = {tenant: total * share / whole for tenant, share in shares.items()}
         self._waits = set(waiting)
+        self.displaces = True
 
     def _count(self, running: Seq[Sequence]) -> None:
         blocks: dict[str, set[int]] = {}
