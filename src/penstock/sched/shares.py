@@ -33,7 +33,7 @@ class WithShares:
     """See `core.protocols.SchedulingPolicy`; all else is as the policy `inner` has it. Units: blocks."""
 
     def __init__(self, inner: SchedulingPolicy) -> None:
-        self._inner = inner
+        self.inner = inner
         self.name, self.displaces = inner.name, inner.displaces
         self.queues: TenantQueues | None = None
         """The scheduler, once there is one."""
@@ -45,12 +45,12 @@ class WithShares:
         self._block_size, self._group = 1, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def begin_step(self, now_s: float, kv: Any) -> None:
-        self._inner.begin_step(now_s, kv)
+        self.inner.begin_step(now_s, kv)
         if self._parts:
-            self._parts, self.displaces = {}, self._inner.displaces
+            self._parts, self.displaces = {}, self.inner.displaces
         queues = self.queues
         # All tenants have a share, or none has (`Request.kv_share`), so that one look is enough.
         if queues is None or kv is None or not queues.waiting or not queues.waiting[0].request.kv_share:
@@ -78,10 +78,10 @@ class WithShares:
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
         if not self._parts:
-            return self._inner.order(running, waiting)
+            return self.inner.order(running, waiting)
         self._count(running)  # some may have given way
         held, num = Counter(self._held), Counter(self._num)
-        found = self._inner.order(running, waiting)
+        found = self.inner.order(running, waiting)
         own = {seq.seq_id for seq in waiting}
         out = []
         for seq in found:
@@ -97,7 +97,7 @@ class WithShares:
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
         """First those for whom somebody above its part gives way: the first one of each tenant."""
-        claims = list(self._inner.claims(waiting)) if self._inner.displaces else []
+        claims = list(self.inner.claims(waiting)) if self.inner.displaces else []
         if not self._parts or self.queues is None:
             return claims
         first: dict[str, Sequence] = {}
@@ -115,7 +115,7 @@ class WithShares:
             found = self._youngest_above(running, newcomer)
             if found is not None:
                 return found
-        return self._inner.displaced(running, newcomer) if self._inner.displaces else None
+        return self.inner.displaced(running, newcomer) if self.inner.displaces else None
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from penstock.sched.costs import step_s
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """What limits an engine. `decode`, `prefill_token_s`: see `sched.costs.LearntCosts`; `step_limit_s`: how long a step
-    with prompt tokens may be while somebody decodes. Units: sequences, tokens, seconds."""
+    """What limits an engine. `decode`, `prefill_token_s`: see `sched.costs.LearntCosts`; `step_limit_s`: how long a
+    step with prompt tokens may be while somebody decodes. Units: sequences, tokens, seconds."""
 
     slots: int
     kv_tokens: int
