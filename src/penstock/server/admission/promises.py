@@ -59,7 +59,7 @@ class Progressing(Protocol):
 
 @dataclass(frozen=True)
 class PromiseVerdict:
-    """`ttft_s`: predicted, from now; `turn_s`: see `PromisedRequest`. `retry_s`: when it can be; None: it is in time."""
+    """`ttft_s`: predicted, from now; `turn_s`: see `PromisedRequest`. `retry_s`: when it can be; None: it is now."""
 
     ttft_s: float
     turn_s: float
