@@ -129,6 +129,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("policy lamps", "scheduling", {"scheduling_policy": "lamps"}),
     Switch("policy prefill-first", "scheduling", {"scheduling_policy": "prefill-first"}, headline=True),
     Switch("policy priority", "scheduling", {"scheduling_policy": "priority"}),
+    Switch("policy slo", "scheduling", {"scheduling_policy": "slo"}),
     Switch("policy splitfuse", "scheduling", {"scheduling_policy": "splitfuse"}),
     Switch("policy static", "scheduling", {"scheduling_policy": "static:size=2"}),
     Switch("whole prompts", "scheduling", {"enable_chunked_prefill": False}),

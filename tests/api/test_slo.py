@@ -14,14 +14,14 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.config import serve_from_kwargs
 from penstock.core.request import Request
-from penstock.server.admission.forecast import Line, Run, Speed, Wait
+from penstock.server.admission.forecast import EngineSpeed, Generating, QueueForecast, Wait
 from penstock.server.admission.seen import PIECE, SeenPrefixes
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
 from tests.api.gate_sim import Fate, GateSim
 from tests.engine.policy_sim import ask, poisson
 
-SPEED = Speed(slots=2, kv_tokens=10_000, max_chunk=512, decode=[0.02], prefill_token_s=0.001, min_chunk=16)
+SPEED = EngineSpeed(slots=2, kv_tokens=10_000, max_chunk=512, decode=[0.02], prefill_token_s=0.001, min_chunk=16)
 OPEN = {"max_queue_wait": 0.0, "max_num_queued_reqs": 0}
 
 
@@ -41,35 +41,35 @@ def heavy_tailed(
 
 
 def test_an_empty_engine_takes_what_the_prompt_takes() -> None:
-    line = Line(SPEED, [], [])
+    line = QueueForecast(SPEED, [], [])
     assert line.empty
     assert line.first_s(300, 1) == pytest.approx(0.3, abs=0.02)
 
 
 def test_who_waits_for_a_place_waits_for_an_ending() -> None:
     """Two places, taken by one with 10 tokens left and one with 100."""
-    line = Line(SPEED, [Run(10, 1, 100), Run(100, 1, 100)], [])
+    line = QueueForecast(SPEED, [Generating(10, 1, 100), Generating(100, 1, 100)], [])
     assert line.start(100, 1) == (pytest.approx(10 * 0.02), 1)
-    assert Line(SPEED, [Run(10, 1, 100)], []).start(100, 1)[0] == 0
+    assert QueueForecast(SPEED, [Generating(10, 1, 100)], []).start(100, 1)[0] == 0
 
 
 def test_memory_is_a_limit_too() -> None:
-    line = Line(SPEED, [Run(10, 1, 9_950)], [])
+    line = QueueForecast(SPEED, [Generating(10, 1, 9_950)], [])
     assert line.start(100, 1)[0] == pytest.approx(10 * 0.02)
     assert line.start(40, 1)[0] == 0
 
 
 def test_prompts_ahead_are_computed_first_and_share_steps() -> None:
-    many = Speed(slots=100, kv_tokens=10_000, max_chunk=512, decode=[0.02], prefill_token_s=0.0001)
-    one = Line(many, [], [Wait(512, 1, 50, 600)]).start(10, 1)[0]
+    many = EngineSpeed(slots=100, kv_tokens=10_000, max_chunk=512, decode=[0.02], prefill_token_s=0.0001)
+    one = QueueForecast(many, [], [Wait(512, 1, 50, 600)]).start(10, 1)[0]
     assert one == pytest.approx(0.0512, rel=0.1)
-    short = Line(many, [Run(50, 1, 10)], [Wait(8, 1, 50, 60) for _ in range(64)]).start(10, 1)[0]
+    short = QueueForecast(many, [Generating(50, 1, 10)], [Wait(8, 1, 50, 60) for _ in range(64)]).start(10, 1)[0]
     assert short < 3 * (512 * 0.0001 + 0.02), "64 prompts of 8 tokens are a step or two, not 64"
 
 
 def test_who_is_due_first_goes_first_and_makes_nobody_late() -> None:
     waits = [Wait(100, 1, 5, 110, due_s=0.5), Wait(100, 1, 5, 110, due_s=5.0)]
-    line = Line(SPEED, [], waits, by_due=True)
+    line = QueueForecast(SPEED, [], waits, by_due=True)
     assert line.first_s(100, 1, due_s=0.1) < line.first_s(100, 1, due_s=1.0) < line.first_s(100, 1, due_s=9.0)
     assert line.makes_late(450, 1, due_s=0.4)
     assert not line.makes_late(450, 1, due_s=1.0)
@@ -77,7 +77,7 @@ def test_who_is_due_first_goes_first_and_makes_nobody_late() -> None:
 
 
 def test_when_it_is_possible_is_when_the_queue_has_become_short_enough() -> None:
-    line = Line(SPEED, [Run(100, 1, 100), Run(100, 1, 100)], [])
+    line = QueueForecast(SPEED, [Generating(100, 1, 100), Generating(100, 1, 100)], [])
     first_s = line.first_s(100, 1)
     assert line.possible_in_s(100, 1, ttft_s=0.5) == pytest.approx(first_s - 0.5)
     assert line.possible_in_s(100, 1, ttft_s=first_s + 1) == 0
@@ -85,12 +85,14 @@ def test_when_it_is_possible_is_when_the_queue_has_become_short_enough() -> None
 
 def test_a_pace_waits_for_endings() -> None:
     speed = paced(decode=[0.02, 0.03, 0.05])
-    line = Line(speed, [Run(10, 1, 10), Run(20, 1, 10), Run(30, 1, 10), Run(1000, 1, 10)], [])
+    line = QueueForecast(
+        speed, [Generating(10, 1, 10), Generating(20, 1, 10), Generating(30, 1, 10), Generating(1000, 1, 10)], []
+    )
     assert line.possible_in_s(10, 1, math.inf, tpot_s=0.031) > 0.5
 
 
-def paced(decode: list[float]) -> Speed:
-    return Speed(slots=100, kv_tokens=10_000, max_chunk=512, decode=decode, prefill_token_s=0.001)
+def paced(decode: list[float]) -> EngineSpeed:
+    return EngineSpeed(slots=100, kv_tokens=10_000, max_chunk=512, decode=decode, prefill_token_s=0.001)
 
 
 def test_beginnings_that_were_computed_are_remembered() -> None:
@@ -273,10 +275,10 @@ def test_a_refusal_has_the_shape_that_clients_know(promising: LiveServer) -> Non
     assert promising.server is not None
     gate = promising.server.parts["admission"]
     real = gate.promises.speed
-    busy = Speed(slots=1, kv_tokens=1000, max_chunk=64, decode=[1.0], prefill_token_s=1.0)
+    busy = EngineSpeed(slots=1, kv_tokens=1000, max_chunk=64, decode=[1.0], prefill_token_s=1.0)
     try:
         gate.promises.speed = lambda share=1.0: busy
-        line = Line(busy, [Run(50, 1, 10)], [])
+        line = QueueForecast(busy, [Generating(50, 1, 10)], [])
         gate.promises.whole_line = lambda entries, now: line
         answer = posted(promising, "/v1/completions", ASK | {"ttft_slo_ms": 20_000})
         messages = posted(promising, "/v1/messages", CHAT | {"ttft_slo_ms": 20_000})

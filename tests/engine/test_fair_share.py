@@ -167,7 +167,7 @@ def test_memory_comes_from_whoever_has_most_and_never_from_the_oldest_of_equals(
 def test_service_is_charged_once_and_cached_tokens_are_free() -> None:
     """8 prompt tokens and 5 generated ones at 2 each, halved by a weight of 2; of the same prompt again its end."""
     core, _ = fake_engine(Knobs(policy="fair", block_size=4, budget=64))
-    policy = core.scheduler.policy
+    policy = core.scheduler.policy.inner  # type: ignore[attr-defined]
     assert isinstance(policy, Fair)
     ids = list(range(3, 11))
     for expected in (8 + 2 * 5, 8 + 2 * 5 + 4 + 2 * 5):

@@ -12,7 +12,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
-from penstock.sched.costs import StepCosts, step_s
+from penstock.sched.costs import LearntCosts, step_s
 from penstock.sched.policy import make_policy
 from tests.engine.policy_sim import LinearTimer, Played, ask, play, poisson, quantile
 
@@ -139,7 +139,7 @@ def test_knobs_that_make_no_sense_are_refused(knob: str) -> None:
 
 
 def test_what_steps_take_is_learnt_apart_for_decodes_and_prompts() -> None:
-    costs = StepCosts()
+    costs = LearntCosts()
     for _ in range(20):
         costs.observe(4, 0, 0.02)
     costs.observe(4, 200, 0.12)

@@ -104,7 +104,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """`kv.tier_facts` makes them, and counters beside."""
     memory_bytes: dict[str, int] = {}
     decode_s: list[float] = []
-    """What its steps take, with `prefill_token_s` (`sched.costs.StepCosts`)."""
+    """What its steps take, with `prefill_token_s` (`sched.costs.LearntCosts`)."""
     prefill_token_s: float = 0.0
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""

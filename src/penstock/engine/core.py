@@ -16,7 +16,6 @@ from penstock.core.sequence import Sequence
 from penstock.engine.commit import Commit
 from penstock.engine.entry import Entry
 from penstock.engine.group import SequenceGroup
-from penstock.sched.costs import StepCosts
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -47,7 +46,6 @@ class EngineCore:
         self.executor = executor
         self.clock = clock
         self.stats = scheduler.stats
-        self.costs = StepCosts()
         self.check_invariants = check_invariants
         self.recorder = recorder
         self.grower: Grower | None = None
@@ -113,8 +111,6 @@ class EngineCore:
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
             self.scheduler.pauses.observe(output, result)
-            num_decodes = sum(n == 1 for _, n, _ in rows)
-            self.costs.observe(num_decodes, sum(n for _, n, _ in rows) - num_decodes, result.duration_s)
             self.stats.num_prefix_hit_tokens += sum(measure(output, result) for measure in self.kv.measures)
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.observe(output, result)

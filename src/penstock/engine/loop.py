@@ -55,8 +55,8 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         memory_bytes=({} if core.grower is None else {"kv": core.kv.backing.num_bytes}) | (memory_bytes or {}),
         prefix_tree=core.kv.cache.sketch(TREE_NODES),
         tiers=tiers_of(core.kv),
-        decode_s=list(core.costs.decode),
-        prefill_token_s=core.costs.prefill_token_s,
+        decode_s=list(scheduler.pauses.costs.decode),
+        prefill_token_s=scheduler.pauses.costs.prefill_token_s,
     )
 
 

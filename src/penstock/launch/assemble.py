@@ -10,7 +10,7 @@ from penstock.backends.backend import AdapterRoom, Backend, WeightStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
-from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
+from penstock.core.protocols import DraftController, Drafter, Executor, SchedulingPolicy, StepTimer
 from penstock.drafters.bench import Target
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
@@ -245,12 +245,12 @@ def engine_core(
         pin_share=config.cache.kv_pin_share,
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
-    policy: Any = make_policy(config.scheduler.scheduling_policy)
-    policy = shared = WithShares(policy)
-    policy = offline = WithOffline(
-        policy, make_offline_policy(config.scheduler.offline_policy),
+    shared = WithShares(make_policy(config.scheduler.scheduling_policy))
+    policy: Any = WithOffline(
+        shared, make_offline_policy(config.scheduler.offline_policy),
         step_s=config.scheduler.offline_step_ms / 1000, slowdown=config.scheduler.offline_slowdown,
     )  # fmt: skip
+    offline = policy
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 

@@ -13,7 +13,7 @@ MIN_PREFILL = 8
 """Prompt tokens of a step from which it says something of them."""
 
 
-class StepCosts:
+class LearntCosts:
     """Units: seconds, tokens, sequences. What has not been seen is 0, or in proportion to what has."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepCosts:
 
 
 def step_s(decode: list[float], num_decodes: int) -> float:
-    """`StepCosts.decode_s` of what `StepCosts.decode` holds.
+    """`LearntCosts.decode_s` of what `LearntCosts.decode` holds.
 
     Between buckets that were seen along a line; below and above what was seen, as the nearest one: a step reads all
     weights, whoever is in it.

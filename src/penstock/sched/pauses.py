@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.core.sequence import Sequence, Status
+from penstock.sched.costs import LearntCosts
 from penstock.sched.pace import StepPace
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Pauses:
         self.mode = mode
         self.chosen: Counter[str] = Counter()
         self.pace = StepPace(timer)
+        self.costs = LearntCosts()
         self._scheduler = scheduler
         self._calling: dict[int, Sequence] = {}
         """Sequences that have calls before them, or are in one."""
@@ -172,6 +174,9 @@ class Pauses:
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         """What a step took: `result` is in the log of a run, so that a replay decides the same."""
+        num_decodes = sum(row.num_tokens == 1 for row in output.scheduled)
+        num_prefill = sum(row.num_tokens for row in output.scheduled) - num_decodes
+        self.costs.observe(num_decodes, num_prefill, result.duration_s)
         if self._calling or self.watches:
             self.pace.observe(output, result.duration_s, self._scheduler.kv.swaps.page_bytes)
 

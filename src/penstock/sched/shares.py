@@ -19,7 +19,7 @@ from penstock.core.protocols import SchedulingPolicy
 from penstock.core.sequence import Sequence
 
 
-class Queues(Protocol):
+class TenantQueues(Protocol):
     """The scheduler, as far as shares concern it."""
 
     @property
@@ -33,8 +33,9 @@ class WithShares:
     """See `core.protocols.SchedulingPolicy`; all else is as the policy `inner` has it. Units: blocks."""
 
     def __init__(self, inner: SchedulingPolicy) -> None:
-        self._inner = inner
-        self.queues: Queues | None = None
+        self.inner = inner
+        self.name, self.displaces = inner.name, inner.displaces
+        self.queues: TenantQueues | None = None
         """The scheduler, once there is one."""
         self._parts: dict[str, float] = {}
         """Blocks that each tenant may hold; empty: nobody has to give anything up."""
@@ -44,15 +45,12 @@ class WithShares:
         self._block_size, self._group = 1, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    @property
-    def displaces(self) -> bool:
-        return self._inner.displaces or bool(self._parts)
+        return getattr(self.inner, name)
 
     def begin_step(self, now_s: float, kv: Any) -> None:
-        self._inner.begin_step(now_s, kv)
-        self._parts = {}
+        self.inner.begin_step(now_s, kv)
+        if self._parts:
+            self._parts, self.displaces = {}, self.inner.displaces
         queues = self.queues
         # All tenants have a share, or none has (`Request.kv_share`), so that one look is enough.
         if queues is None or kv is None or not queues.waiting or not queues.waiting[0].request.kv_share:
@@ -67,6 +65,7 @@ class WithShares:
         whole = sum(shares.values())
         self._parts = {tenant: total * share / whole for tenant, share in shares.items()}
         self._waits = set(waiting)
+        self.displaces = True
 
     def _count(self, running: Seq[Sequence]) -> None:
         blocks: dict[str, set[int]] = {}
@@ -79,10 +78,10 @@ class WithShares:
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
         if not self._parts:
-            return self._inner.order(running, waiting)
+            return self.inner.order(running, waiting)
         self._count(running)  # some may have given way
         held, num = Counter(self._held), Counter(self._num)
-        found = self._inner.order(running, waiting)
+        found = self.inner.order(running, waiting)
         own = {seq.seq_id for seq in waiting}
         out = []
         for seq in found:
@@ -98,7 +97,7 @@ class WithShares:
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
         """First those for whom somebody above its part gives way: the first one of each tenant."""
-        claims = list(self._inner.claims(waiting)) if self._inner.displaces else []
+        claims = list(self.inner.claims(waiting)) if self.inner.displaces else []
         if not self._parts or self.queues is None:
             return claims
         first: dict[str, Sequence] = {}
@@ -116,7 +115,7 @@ class WithShares:
             found = self._youngest_above(running, newcomer)
             if found is not None:
                 return found
-        return self._inner.displaced(running, newcomer) if self._inner.displaces else None
+        return self.inner.displaced(running, newcomer) if self.inner.displaces else None
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

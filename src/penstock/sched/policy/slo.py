@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.core.sequence import Sequence, Status
-from penstock.sched.costs import StepCosts
+from penstock.sched.costs import LearntCosts
 from penstock.sched.policy.fcfs import Fcfs
 
 
@@ -80,7 +80,7 @@ class SloAware(Fcfs):
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
         self.patience_s, self.turns, self.class_s = patience_s, turns, class_s
         self.min_chunk, self.window = min_chunk, window
-        self.costs = StepCosts()
+        self.costs = LearntCosts()
         self._now_s = 0.0
         self._last: LastStep | None = None
         self._first: dict[int, tuple[float, int]] = {}

@@ -17,9 +17,9 @@ from penstock.sched.costs import step_s
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What limits an engine. `decode`, `prefill_token_s`: see `sched.costs.StepCosts`; `step_limit_s`: how long a step
-    with prompt tokens may be while somebody decodes. Units: sequences, tokens, seconds."""
+class EngineSpeed:
+    """What limits an engine. `decode`, `prefill_token_s`: see `sched.costs.LearntCosts`; `step_limit_s`: how long a
+    step with prompt tokens may be while somebody decodes. Units: sequences, tokens, seconds."""
 
     slots: int
     kv_tokens: int
@@ -63,7 +63,7 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Run:
+class Generating:
     """One that has a token: tokens it will still generate in each of its sequences, and tokens of memory it holds."""
 
     left: float
@@ -84,7 +84,7 @@ class Wait:
 
 
 @dataclass(slots=True)
-class Entry:
+class ForecastEntry:
     """When somebody can start, how many run then, when its first token comes; seconds from now."""
 
     start_s: float
@@ -93,10 +93,12 @@ class Entry:
     due_s: float
 
 
-class Line:
+class QueueForecast:
     """The queue as it will be served. `by_due`: who is due first goes first; otherwise in the order given."""
 
-    def __init__(self, speed: Speed, running: Iterable[Run], waiting: Iterable[Wait], *, by_due: bool = False) -> None:
+    def __init__(
+        self, speed: EngineSpeed, running: Iterable[Generating], waiting: Iterable[Wait], *, by_due: bool = False
+    ) -> None:
         self.speed = speed
         self.by_due = by_due
         self._time_s = 0.0
@@ -106,7 +108,7 @@ class Line:
         self._running = sum(width for _, _, width, _ in self._ends)
         self._held = sum(held for _, _, _, held in self._ends)
         self._num = len(self._ends)
-        self.entries: list[Entry] = []
+        self.entries: list[ForecastEntry] = []
         for wait in sorted(waiting, key=lambda w: w.due_s) if by_due else waiting:
             self._enter(wait)
         self._dues = [entry.due_s for entry in self.entries]
@@ -194,7 +196,7 @@ class Line:
         self._running += wait.width
         self._held += wait.held
         first_s = start_s + self.speed.first_s(wait.prompt, num_running)
-        self.entries.append(Entry(start_s, num_running, first_s, wait.due_s))
+        self.entries.append(ForecastEntry(start_s, num_running, first_s, wait.due_s))
 
     def _is_full(self, running: int, held: float, prompt: float, width: int) -> bool:
         return running > 0 and (running + width > self.speed.slots or held + prompt > self.speed.kv_tokens)

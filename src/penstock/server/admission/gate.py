@@ -24,10 +24,10 @@ from penstock.config.server import ServerConfig
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
-from penstock.server.admission.forecast import Line
+from penstock.server.admission.forecast import QueueForecast
 from penstock.server.admission.limits import Left, limit_headers
 from penstock.server.admission.pace import Pace
-from penstock.server.admission.promises import Progress, Promises, Verdict
+from penstock.server.admission.promises import PromisedRequest, PromiseKeeper, PromiseVerdict
 from penstock.server.call import Call, Tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -65,7 +65,7 @@ class Admitted:
     width: int
     reserved: int
     arrival_s: float
-    progress: Progress
+    progress: PromisedRequest
     offline: bool = False
     stream: Stream | None = None
     started: bool = False
@@ -163,7 +163,7 @@ class Gate:
         kv_tokens = info.kv_capacity_tokens or info.num_blocks * max(1, info.block_size)
         self._max_tokens = config.max_num_queued_tokens or QUEUE_OVER_KV * kv_tokens
         self.pace = Pace()
-        self.promises = Promises(client, info, by_due=by_due, tpot_s=config.tpot_slo)
+        self.promises = PromiseKeeper(client, info, by_due=by_due, tpot_s=config.tpot_slo)
         self.turnstile = Turnstile()
         self.num_admitted = 0
         self.refused: Counter[str] = Counter()
@@ -228,7 +228,7 @@ class Gate:
         self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
-        progress = Progress(
+        progress = PromisedRequest(
             request, width, work, self.promises.expected(request), predicted_s=ttft_s, admitted_s=now,
             turn_s=0.0 if verdict is None else verdict.turn_s, bias=self.promises.bias,
         )  # fmt: skip
@@ -316,7 +316,7 @@ class Gate:
                 self._place_s(), "queue_full",
             )  # fmt: skip
 
-    def _check_slo(self, tenant: Tenant, request: Request, work: float) -> Verdict | None:
+    def _check_slo(self, tenant: Tenant, request: Request, work: float) -> PromiseVerdict | None:
         """When its first token will come; None: nothing is known yet. Raises RefusedError."""
         line = self._line(tenant)
         if not line.speed.known:
@@ -388,7 +388,7 @@ class Gate:
         others = sum(load.weight for name, load in self._loads.items() if name != tenant.name)
         return tenant.weight / (others + tenant.weight)
 
-    def _line(self, tenant: Tenant) -> Line:
+    def _line(self, tenant: Tenant) -> QueueForecast:
         """The queue as a request of this tenant finds it."""
         self._look()
         now, share = self._clock.now(), self._share(tenant)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.base.errors import InputError
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
-from penstock.server.admission.forecast import Line, Run, Speed, Wait
+from penstock.server.admission.forecast import EngineSpeed, Generating, QueueForecast, Wait
 from penstock.server.admission.seen import SeenPrefixes
 from penstock.server.distribution import TTFT_S, Distribution
 
@@ -34,7 +34,7 @@ only after so many seconds for each of them."""
 
 
 @dataclass(eq=False)
-class Progress:
+class PromisedRequest:
     """How far a request that was taken on has come, as seen from here. `work`: prompt tokens that were left to compute
     at the last look; `out`: tokens that each of its sequences will probably come to."""
 
@@ -54,12 +54,12 @@ class Progress:
 class Progressing(Protocol):
     """What the gate keeps of a request."""
 
-    progress: Progress
+    progress: PromisedRequest
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`ttft_s`: predicted, from now; `turn_s`: see `Progress`. `retry_s`: when it can be in time; None: it is."""
+class PromiseVerdict:
+    """`ttft_s`: predicted, from now; `turn_s`: see `PromisedRequest`. `retry_s`: when it can be; None: it is now."""
 
     ttft_s: float
     turn_s: float
@@ -67,7 +67,7 @@ class Verdict:
     why: str = ""
 
 
-class Promises:
+class PromiseKeeper:
     """Belongs to the event loop's thread. `by_due`: the engine serves whoever is due first first."""
 
     def __init__(self, client: EngineClient, info: EngineInfo, *, by_due: bool, tpot_s: float | None) -> None:
@@ -82,7 +82,7 @@ class Promises:
         self._lengths: dict[int, float] = {}
         """Mean generated tokens, by what was asked for at most (in powers of two)."""
         self._fastest_token_s = self._fastest_step_s = math.inf
-        self._line: Line | None = None
+        self._line: QueueForecast | None = None
         self._line_s = -math.inf
         self._dirty = True
 
@@ -93,7 +93,7 @@ class Promises:
 
     # -- what is known -------------------------------------------------------------------------------------------
 
-    def speed(self, share: float = 1.0) -> Speed:
+    def speed(self, share: float = 1.0) -> EngineSpeed:
         """Of the engine, or of a part of it. Until it has been measured, as the cost model has it."""
         info, seen = self._facts, self._client.snapshot
         decode, token_s = seen.decode_s, seen.prefill_token_s
@@ -104,10 +104,10 @@ class Promises:
             token_s = longest[1] / longest[0]
         slots = max(1, info.max_num_seqs)
         if self._by_due and self._tpot_s is not None:
-            while slots > 1 and Speed(1, 1, 1, decode).decode_s(slots) > self._tpot_s:
+            while slots > 1 and EngineSpeed(1, 1, 1, decode).decode_s(slots) > self._tpot_s:
                 slots //= 2
         limit_s = min(0.1, self._tpot_s) if self._by_due and self._tpot_s is not None else 0.1
-        return Speed(
+        return EngineSpeed(
             max(1, int(slots * share)), int(self._kv_tokens * share), info.max_num_batched_tokens or 512, decode,
             token_s / share, limit_s, max(1, info.block_size),
         )  # fmt: skip
@@ -123,7 +123,7 @@ class Promises:
             return float(min(request.expected_tokens, request.max_tokens))
         return min(float(request.max_tokens), self._lengths.get(request.max_tokens.bit_length(), math.inf))
 
-    def line(self, entries: Iterable[Progressing], now: float, share: float = 1.0) -> Line:
+    def line(self, entries: Iterable[Progressing], now: float, share: float = 1.0) -> QueueForecast:
         """The queue of `entries` (in order of arrival) on this part of the engine. Mutates: their progress."""
         speed = self.speed(share)
         running, waiting = [], []
@@ -133,14 +133,14 @@ class Promises:
             if p.started_s is not None:
                 done = (now - p.started_s) / max(1e-6, speed.decode_s(speed.slots))
                 left = min(max(p.out - done, p.out / 8), p.request.max_tokens - done)
-                running.append(Run(max(1.0, left), p.width, prompt + p.out))
+                running.append(Generating(max(1.0, left), p.width, prompt + p.out))
             else:
                 slo_s = p.request.slo_ttft_s
                 due_s = math.inf if slo_s is None else p.request.arrival_s + slo_s - now
                 waiting.append(Wait(p.work, p.width, p.out, prompt + p.out, due_s))
-        return Line(speed, running, waiting, by_due=self._by_due)
+        return QueueForecast(speed, running, waiting, by_due=self._by_due)
 
-    def whole_line(self, entries: Collection[Progressing], now: float) -> Line:
+    def whole_line(self, entries: Collection[Progressing], now: float) -> QueueForecast:
         """`line` of all, played anew only where something has changed."""
         age_s, num = now - self._line_s, len(entries)
         due = self._dirty if num <= FEW else age_s >= ENTRY_S * num
@@ -152,7 +152,7 @@ class Promises:
         """Somebody had a first token or has ended."""
         self._dirty = True
 
-    def added(self, progress: Progress) -> None:
+    def added(self, progress: PromisedRequest) -> None:
         """Somebody was taken on."""
         if self._line is None or self._by_due:
             self._line = None
@@ -199,13 +199,13 @@ class Promises:
                 "with nothing else to do; ask for no less than that", param="tpot_slo_ms",
             )  # fmt: skip
 
-    def judge(self, request: Request, work: float, width: int, now: float, line: Line) -> Verdict:
+    def judge(self, request: Request, work: float, width: int, now: float, line: QueueForecast) -> PromiseVerdict:
         """Whether it can keep what it was promised, if it is taken on now."""
         left_s = math.inf if request.slo_ttft_s is None else request.arrival_s + request.slo_ttft_s - now
         turn_s, num_running = line.start(work, width, left_s)
         ttft_s = self.bias * turn_s + line.speed.first_s(work, num_running)
         if (request.slo_ttft_s is None and request.slo_tpot_s is None) or line.empty:
-            return Verdict(ttft_s, turn_s)
+            return PromiseVerdict(ttft_s, turn_s)
         why = ""
         if ttft_s > left_s:
             why = f"its first token would take about {_s(ttft_s)} s, and {_s(request.slo_ttft_s or 0)} s were asked for"
@@ -216,14 +216,14 @@ class Promises:
             if pace_s > request.slo_tpot_s:
                 why = f"a token would take about {_s(pace_s)} s, and {_s(request.slo_tpot_s)} s were asked for"
         if not why:
-            return Verdict(ttft_s, turn_s)
+            return PromiseVerdict(ttft_s, turn_s)
         # A new try has all of its time again.
         whole_s, tpot_s = request.slo_ttft_s or math.inf, request.slo_tpot_s or math.inf
-        return Verdict(ttft_s, turn_s, line.possible_in_s(work, width, whole_s, tpot_s, self.bias), why)
+        return PromiseVerdict(ttft_s, turn_s, line.possible_in_s(work, width, whole_s, tpot_s, self.bias), why)
 
     # -- what became of it ---------------------------------------------------------------------------------------
 
-    def began(self, progress: Progress, ttft_s: float) -> None:
+    def began(self, progress: PromisedRequest, ttft_s: float) -> None:
         """Its first token came so many seconds after its admission."""
         predicted_s = progress.predicted_s
         if predicted_s is None or predicted_s <= 0 or ttft_s <= 0:
@@ -235,7 +235,7 @@ class Promises:
             ratio = (ttft_s - own_s) / progress.turn_s
             self.bias += ALPHA * (min(3.0, max(0.5, ratio)) - self.bias)
 
-    def ended(self, progress: Progress, lengths: list[int], token_ids: list[int]) -> None:
+    def ended(self, progress: PromisedRequest, lengths: list[int], token_ids: list[int]) -> None:
         """Its samples came to so many tokens; `token_ids`: those of the first one."""
         bucket = progress.request.max_tokens.bit_length()
         for length in filter(None, lengths):
