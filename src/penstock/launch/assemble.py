@@ -10,7 +10,7 @@ from penstock.backends.backend import AdapterRoom, Backend, WeightStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
-from penstock.core.protocols import DraftController, Drafter, Executor, SchedulingPolicy, StepTimer
+from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
 from penstock.drafters.bench import Target
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore

@@ -22,7 +22,7 @@ from penstock.sim.service import Service
 from penstock.sim.timeline import Series
 from penstock.sim.workload import TimedRequest, Workload
 
-ROUTERS: Registry[type[Router], None] = Registry("router")
+ROUTERS: Registry[Callable[[int], Router], None] = Registry("router")
 ROUTERS.add("round-robin", "penstock.sim.replicas:RoundRobin")
 ROUTERS.add("least-requests", "penstock.sim.replicas:LeastRequests")
 ROUTERS.add("prefix", "penstock.sim.replicas:Prefix")
@@ -177,9 +177,10 @@ class Replicas:
             for run in runs.values():
                 stack.enter_context(run.listening())
             for number, request in enumerate(workload):
-                run = runs.get(router.choose(number, request, none))
-                if run is None:
+                chosen = router.choose(number, request, none)
+                if chosen not in runs:
                     continue
+                run = runs[chosen]
                 run.advance(request.arrival_s)
                 run.offer(request)
                 arrived += 1
@@ -198,8 +199,9 @@ def _listen(pipes: list[Any], progress: Callable[[Progress], None] | None) -> li
     latest: dict[Any, Progress] = {}
     found: dict[Any, list[SimResult]] = {}
     while len(found) < len(pipes):
-        for pipe in wait([pipe for pipe in pipes if pipe not in found]):
-            news = pipe.recv()  # type: ignore[union-attr]
+        ready: list[Any] = wait([pipe for pipe in pipes if pipe not in found])
+        for pipe in ready:
+            news = pipe.recv()
             if isinstance(news, PenstockError):
                 raise news
             if isinstance(news, list):

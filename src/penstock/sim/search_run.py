@@ -11,7 +11,7 @@ import numpy as np
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import EngineConfig, from_kwargs
-from penstock.core.model_spec import ModelSpec
+from penstock.core.model_spec import Attention, ModelSpec
 from penstock.core.protocols import StepTimer
 from penstock.plan.calibrated import CalibratedTimer, Calibration
 from penstock.plan.devices import Device
@@ -83,7 +83,7 @@ def find(target: Target, workload: Workload, latency_s: float, *, most_seqs: int
 
 
 def _check(target: Target) -> None:
-    heads = [layer.mixer.num_heads for layer in target.spec.layers if hasattr(layer.mixer, "num_heads")]
+    heads = [layer.mixer.num_heads for layer in target.spec.layers if isinstance(layer.mixer, Attention)]
     for degree in target.degrees:
         if isinstance(target.device, Calibration) and degree != 1:
             raise ConfigError("degrees: step times of one machine say nothing of several; use 1", field="degrees")
