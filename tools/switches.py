@@ -126,6 +126,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("policy cache-aware", "scheduling", {"scheduling_policy": "cache-aware"}),
     Switch("policy dynamic", "scheduling", {"scheduling_policy": "dynamic:timeout_s=0.01,size=2"}),
     Switch("policy fair", "scheduling", {"scheduling_policy": "fair"}),
+    Switch("policy fastserve", "scheduling", {"scheduling_policy": "fastserve:batch=2,quantum_s=0.04"}),
     Switch("policy lamps", "scheduling", {"scheduling_policy": "lamps"}),
     Switch("policy prefill-first", "scheduling", {"scheduling_policy": "prefill-first"}, headline=True),
     Switch("policy priority", "scheduling", {"scheduling_policy": "priority"}),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.core.step_shape import EMPTY
 
 if TYPE_CHECKING:
-    from penstock.core.protocols import StepTimer
+    from penstock.core.protocols import SchedulingPolicy, StepTimer
+    from penstock.core.sequence import Sequence
     from penstock.kv.swap import Swaps
 
 
@@ -22,3 +24,8 @@ def prefers_swap(mode: str, timer: StepTimer | None, swaps: Swaps, num_computed:
         return False
     copies_s = 2 * timer.copy_s(swaps.num_bytes(num_computed))
     return copies_s < timer.step_s(EMPTY.plus(0, num_computed))
+
+
+def yields_soon(policy: SchedulingPolicy, running: Iterable[Sequence], seq: Sequence) -> bool:
+    """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
+    return any(other.num_inflight and policy.outranks(seq, other) for other in running)

@@ -9,6 +9,7 @@ from penstock.core.batch import ScheduledRow
 
 if TYPE_CHECKING:
     from penstock.core.events import EngineStats
+    from penstock.core.protocols import SchedulingPolicy
     from penstock.core.sequence import Sequence
     from penstock.kv.manager import KVManager
 
@@ -31,6 +32,14 @@ def row_of(kv: KVManager, seq: Sequence, n: int) -> ScheduledRow:
         prompt_from = max(start, seq.prompt_logprobs_done)
     keeps = kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
     return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
+
+
+def candidates_of(
+    policy: SchedulingPolicy, running: list[Sequence], waiting: list[Sequence], rows: Sized
+) -> Iterable[Sequence]:
+    """In the policy's order, while the step, which has `rows` by now, may have more."""
+    candidates = policy.order(running, waiting)
+    return until_full(candidates, rows, policy.max_rows) if policy.max_rows else candidates
 
 
 def until_full(candidates: Iterable[Sequence], rows: Sized, most: int) -> Iterator[Sequence]:

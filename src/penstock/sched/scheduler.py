@@ -7,7 +7,7 @@ a replay are all "the computed count lags behind" (docs/concepts/the-step.md).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineError
@@ -19,10 +19,10 @@ from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.offline import WithOffline
 from penstock.sched.pauses import Pauses, tokens_left
-from penstock.sched.preempt import prefers_swap
+from penstock.sched.preempt import prefers_swap, yields_soon
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
-from penstock.sched.rows import count_found, row_of, until_full
+from penstock.sched.rows import candidates_of, count_found, row_of
 from penstock.sched.swap_ahead import SwapAhead
 
 if TYPE_CHECKING:
@@ -221,10 +221,7 @@ class Scheduler:
             rooms = self.drafts.begin_step(self.running, now_s)
         num_running_ahead = len(self.running)
         num_decodes = decode_context = 0  # those the seconds budget has not heard of yet
-        candidates: Iterable[Sequence] = self.policy.order(self.running, self.waiting)
-        if self.policy.max_rows:
-            candidates = until_full(candidates, rows, self.policy.max_rows)
-        for seq in candidates:
+        for seq in candidates_of(self.policy, self.running, self.waiting, rows):
             if budget <= 0 or (blocked and num_running_ahead == 0):
                 break
             if seq.status is Status.RUNNING:
@@ -277,7 +274,7 @@ class Scheduler:
                         n = 0  # memory is on its way: it is free once the steps in flight have retired
                         break
                     victim = self.policy.victim(self.running, seq)
-                    if victim is None and not idle and self._yields_soon(seq):
+                    if victim is None and not idle and yields_soon(self.policy, self.running, seq):
                         n = 0
                         break
                     if victim is None:
@@ -342,10 +339,6 @@ class Scheduler:
         if num_drafts <= 0 or not self.kv.grow(seq, start + 1 + num_drafts):
             return None
         return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
-
-    def _yields_soon(self, seq: Sequence) -> bool:
-        """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
-        return any(other.num_inflight and self.policy.outranks(seq, other) for other in self.running)
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""
