@@ -16,6 +16,7 @@ from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import EngineError, InputError
 from penstock.core.events import EngineStats
 from penstock.core.output import EngineOutput
+from penstock.core.qoe import Delivery, Expected
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.core.step_shape import StepShape
@@ -88,11 +89,12 @@ class _Columns:
         self.first_token_s, self.finish_s = array("d"), array("d")
         self.num_prompt, self.num_output, self.cached = array("I"), array("I"), array("I")
         self.preemptions, self.tenant = array("I"), array("I")
+        self.quality = array("d")
 
     def add(self, request: TimedRequest, tenant: int) -> int:
         row = len(self.arrival_s)
         self.arrival_s.append(request.arrival_s)
-        for times in (self.scheduled_s, self.first_token_s, self.finish_s):
+        for times in (self.scheduled_s, self.first_token_s, self.finish_s, self.quality):
             times.append(_NEVER)
         self.num_prompt.append(request.num_prompt)
         self.tenant.append(tenant)
@@ -110,16 +112,18 @@ class _Columns:
         return RequestColumns(
             floats(self.arrival_s), floats(self.scheduled_s), floats(self.first_token_s), floats(self.finish_s),
             ints(self.num_prompt), ints(self.num_output), ints(self.cached), ints(self.preemptions), ints(self.tenant),
+            floats(self.quality),
         )  # fmt: skip
 
 
 class _Live:
     """A request between arrival and its last token."""
 
-    __slots__ = ("last_s", "row")
+    __slots__ = ("delivery", "last_s", "row")
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, delivery: Delivery) -> None:
         self.row = row
+        self.delivery = delivery
         self.last_s = _NEVER
 
 
@@ -131,6 +135,7 @@ def simulate(
     *,
     label: str = "",
     digests: bool = False,
+    reader: Expected | None = None,
     real: bool = False,
     samples: list[Sample] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -139,22 +144,26 @@ def simulate(
 
     Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
     refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
-XX
+    it costs about as much as the simulation itself. `reader`: when tokens are expected of requests that do not say it.
+    `progress` is called every few hundred steps. `real`: the engine computes; `samples` takes shape and seconds of the
+    steps of which both are known.
+
     Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and a virtual `clock`.
     """
-    return _Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
+    return _Run(core, clock, workload, limits, label, digests, reader or Expected(), real, samples).run(progress)
 
 
 class _Run:
     def __init__(
         self, core: EngineCore, clock: Clock, workload: Workload, limits: SimLimits, label: str, digests: bool,
-        real: bool, samples: list[Sample] | None,
+        reader: Expected, real: bool, samples: list[Sample] | None,
     ) -> None:  # fmt: skip
         self.core = core
         self.clock = clock
         self.workload = workload
         self.limits = limits
         self.label = label
+        self.reader = reader
         self.columns = _Columns()
         self.live: dict[str, _Live] = {}
         self.tenants: dict[str, int] = {}
@@ -251,7 +260,8 @@ class _Run:
         row = self.columns.add(request, self.tenants.setdefault(request.tenant, len(self.tenants)))
         ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
         request_id = str(row)
-        self.live[request_id] = _Live(row)
+        reader = request.reader or self.reader
+        self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader))
         self.core.add(
             Request(
                 request_id=request_id,
@@ -265,6 +275,8 @@ class _Run:
                 weight=request.weight,
                 slo_tpot_s=request.slo_tpot_s,
                 expected_tokens=request.expected,
+                expected_ttft_s=reader.ttft_s,
+                expected_tds=reader.tds,
                 calls=list(request.calls),
             )
         )
@@ -310,6 +322,7 @@ class _Run:
             n = len(out.token_ids)
             if n:
                 num_tokens += n
+                state.delivery.take(n, now_s)
                 if self.tokens is not None:
                     self.tokens[state.row].extend(out.token_ids)
                 last_s = state.last_s
@@ -320,7 +333,7 @@ class _Run:
                 at_once += n - 1
                 state.last_s = now_s
             if out.finish_reason is not None:
-                self._finish(out, state.row, now_s)
+                self._finish(out, state, now_s)
             if n:
                 columns.num_output[state.row] += n
         for last_s, count in since.items():
@@ -331,10 +344,12 @@ class _Run:
             self.gap_counts.append(at_once)
         return num_tokens
 
-    def _finish(self, out: EngineOutput, row: int, now_s: float) -> None:
+    def _finish(self, out: EngineOutput, state: _Live, now_s: float) -> None:
+        row = state.row
         self.done += 1
         self.failed += out.finish_reason == "error"
         self.columns.finish_s[row] = now_s
+        self.columns.quality[row] = state.delivery.quality
         self.columns.cached[row] = out.num_cached_tokens
         self.columns.preemptions[row] = out.num_preemptions
         del self.live[out.request_id]

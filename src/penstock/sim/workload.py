@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import InputError
+from penstock.core.qoe import Expected
 from penstock.core.request import ApiCall
 
 MAX_TOKENS = 2**24
@@ -33,6 +34,7 @@ class TimedRequest:
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
         priority, tenant, weight, slo_tpot_s, calls: as in `Request`; expected: its `expected_tokens`.
+        reader: when tokens are expected; None: as the run says (`simulate`).
     """
 
     arrival_s: float
@@ -45,6 +47,7 @@ class TimedRequest:
     weight: float = 1.0
     slo_tpot_s: float | None = None
     expected: int = 0
+    reader: Expected | None = None
     calls: tuple[ApiCall, ...] = ()
 
 
