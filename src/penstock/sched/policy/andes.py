@@ -121,13 +121,9 @@ class Andes(Fcfs):
         found, least = None, NEVER_S
         for seq in running:
             reader = self._readers.get(seq.seq_id)
-            if (
-                reader is None
-                or reader.overdue
-                or reader.num <= reader.num_placed
-                or seq.num_inflight
-                or not seq.tables
-            ):
+            if reader is None or reader.overdue or reader.num <= reader.num_placed:
+                continue
+            if seq.num_inflight or not seq.tables:
                 continue
             gain = self.gain(seq)
             if gain < least:
@@ -219,6 +215,9 @@ class Andes(Fcfs):
         for seq_id in self._placed.keys() - placed.keys():
             self._lost_place(readers[seq_id])
         self._placed = placed
+        for reader in [r for r in readers.values() if r.seq.status is Status.FINISHED]:
+            self._num_lost -= reader.num_lost  # nobody will
+            del readers[reader.seq.seq_id]
         if newest < NEVER_S:
             self._gap_s = newest if not self._gap_s else self._gap_s + _FORGETTING * (newest - self._gap_s)
 
@@ -240,7 +239,6 @@ class Andes(Fcfs):
     def _lost_place(self, reader: _Reader) -> None:
         seq = reader.seq
         if seq.status is Status.FINISHED:
-            del self._readers[seq.seq_id]
             return
         reader.overdue = False
         self._num_taken += 1
