@@ -16,6 +16,8 @@ _ROWS = (
     ("total_output_tokens", "Generated tokens", "{:d}"),
     ("request_throughput", "Requests per second", "{:.2f}"),
     ("request_goodput", "Requests per second within the SLO", "{:.2f}"),
+    ("mean_qoe", "Quality of experience, mean", "{:.3f}"),
+    ("p10_qoe", "Quality of experience, p10", "{:.3f}"),
     ("output_throughput", "Generated tokens per second", "{:.2f}"),
     ("total_token_throughput", "All tokens per second", "{:.2f}"),
     ("max_output_tokens_per_s", "Generated tokens in the best second", "{:.0f}"),

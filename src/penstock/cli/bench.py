@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.bench.http import HttpClient
     from penstock.bench.prompts import Dataset, Sample
+    from penstock.core.qoe import Expected
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -82,6 +83,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="for example ttft:200 tpot:50 e2el:2000"
     )
+    out.add_argument(
+        "--expected-ttft", type=float, metavar="S", help="seconds to the first token that readers expect (1)"
+    )
+    out.add_argument("--expected-tds", type=float, metavar="N", help="tokens per second that readers read (4.8)")
     out.add_argument("--verify", type=int, default=0, metavar="N", help="ask the first N again, alone, and compare")
     out.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     out.add_argument("--save-detailed", action="store_true", help="... with every request")
@@ -156,7 +161,8 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
     from penstock.report import files
 
     goodput, metrics, percentiles = parse_goodput(args.goodput), _metrics(args), _percentiles(args)
-    data, extra = _dataset(args, args.seed), _extra(args)
+    reader, extra = _reader(args)
+    data, extra = _dataset(args, args.seed), extra | _extra(args)
     backend = args.backend or ("openai-chat" if "chat" in (args.endpoint or "") else "openai")
     model = args.model or await serve.served_model(client)
     target = serve.Target(
@@ -176,7 +182,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
         outcomes, duration_s = await serve.run(
             client, target, samples, due_s, max_concurrency=args.max_concurrency, on_done=lambda outcome: advance()
         )
-    figures = summarize(outcomes, duration_s, metrics=metrics, percentiles=percentiles, goodput=goodput)
+    figures = summarize(outcomes, duration_s, metrics=metrics, percentiles=percentiles, goodput=goodput, reader=reader)
     figures |= drafts.since(before, await drafts.scrape(client))
     if args.verify:
         figures |= await serve.verify(client, target, samples, outcomes, args.verify)
@@ -203,6 +209,15 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(f"--header: {item!r} is not NAME=VALUE", field="header")
         out[name] = value
     return out
+
+
+def _reader(args: argparse.Namespace) -> tuple[Expected, dict[str, float]]:
+    """What readers expect, and what of it the server is told: what was given. Raises InputError."""
+    from penstock.core.qoe import Expected, expected_of
+
+    given = {"expected_ttft_s": args.expected_ttft, "expected_tds": args.expected_tds}
+    reader = expected_of(args.expected_ttft, args.expected_tds, Expected()).check()
+    return reader, {name: value for name, value in given.items() if value is not None}
 
 
 def _extra(args: argparse.Namespace) -> dict[str, Any]:

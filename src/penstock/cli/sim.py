@@ -33,6 +33,10 @@ def _positive(text: str) -> float:
     return value
 
 
+def _time(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else _positive(text)
+
+
 def _count(text: str) -> int:
     from penstock.config.environment import parse_size
 
@@ -113,6 +117,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goal = parser.add_argument_group("what is good, and where the results go")
     goal.add_argument("--ttft-slo-s", type=_positive, default=1.0, metavar="S", help="limit of TTFT (default: 1)")
     goal.add_argument("--tpot-slo-s", type=_positive, default=0.1, metavar="S", help="limit of TPOT (default: 0.1)")
+    goal.add_argument(
+        "--expected-ttft",
+        type=_time,
+        default=1.0,
+        metavar="S",
+        help="seconds to the first token that readers expect (1)",
+    )
+    goal.add_argument(
+        "--expected-tds", type=_positive, default=4.8, metavar="N", help="tokens per second that readers read (4.8)"
+    )
     goal.add_argument(
         "--find-rate", type=_share, nargs="?", const=0.9, metavar="SHARE",
         help="instead of one run: search the highest request rate at which this share of requests meets both limits "
@@ -291,6 +305,7 @@ def _run(
     from dataclasses import replace
 
     from penstock.base.clock import VirtualClock
+    from penstock.core.qoe import Expected
     from penstock.executor.sim_files import SimFolder
     from penstock.plan.cost import RooflineTimer
     from penstock.sim.build import build_sim
@@ -304,8 +319,9 @@ def _run(
         folder=None if args.disk_rates is None else SimFolder(parse_rates(args.disk_rates)),
     )  # fmt: skip
     limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, truncate=args.truncate)
+    reader = Expected(args.expected_ttft, args.expected_tds).check()
     with _Bar(label, workload.num_requests) as bar:
-        result = simulate(core, clock, workload, limits, label=label, progress=bar.show)
+        result = simulate(core, clock, workload, limits, label=label, reader=reader, progress=bar.show)
     settings = {
         "model": config.model.model,
         "device": device.name,

@@ -60,6 +60,8 @@ class RequestMetrics:
     """Steps in which drafts of it were verified; then the drafts, and those among them that were right."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    quality: float | None = None
+    """Of a stream that has ended, to a reader who expects something (`core.qoe`), 0 to 1; of the worst of its samples."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.core.adapter import AdapterRef
     from penstock.core.kv_hints import KVHint
+    from penstock.core.qoe import Expected
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.text.grammar.lead import Lead
 
@@ -70,7 +71,8 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
+    `slo_tpot_s`: seconds that a token after the first should take on average. `reader`: what the reader of a
+    stream expects; None: it is no stream. `default_max_tokens`: how many tokens
     are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
     what may come before an answer that is bound. `num_shared`: first tokens of the prompt that another part of the same
     request has brought and the engine has computed, so that admission does not count them again.
@@ -85,6 +87,7 @@ class Call:
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
+    reader: Expected | None = None
     default_max_tokens: int | None = None
     lead: Lead | None = None
     num_shared: int = 0

@@ -277,6 +277,7 @@ class Service:
             param=call.prompt.param,
             reference=call.reference,
             slo_tpot_s=call.slo_tpot_s,
+            reader=call.reader,
             hints=[hint for hint in call.hints if hint.action not in ("share", "pause")],
             modules=call.prompt.modules,
             recompute=call.prompt.recompute,

@@ -13,6 +13,7 @@ t_ij the end of the step that yields its j-th token (j = 1 ... N_i). All on the 
     throughput    = sum N_i / span (output), sum (P_i + N_i) / span (all tokens), requests / span
     attainment    = share of all arrived requests, refused ones included, with TTFT_i and TPOT_i within their limits
     goodput       = requests within the limits / span
+    QoE_i         = area below what i's reader was shown / area below what he expects (`core.qoe`), 0 to 1
     hit rate      = prompt tokens found in the prefix cache at first admission / prompt tokens
     busy          = sum of step durations / span
 
@@ -97,7 +98,7 @@ class Slo:
 
 
 def distributions(result: SimResult) -> dict[str, Distribution]:
-    """ttft, tbt, tpot, jct, queue (seconds) and normalized (seconds per output token)."""
+    """ttft, tbt, tpot, jct, queue (seconds), normalized (seconds per output token) and quality (0 to 1)."""
     r = result.requests
     return {
         "ttft": Distribution.of(r.first_token_s - r.arrival_s),
@@ -106,6 +107,7 @@ def distributions(result: SimResult) -> dict[str, Distribution]:
         "jct": Distribution.of(r.finish_s - r.arrival_s),
         "queue": Distribution.of(r.scheduled_s - r.arrival_s),
         "normalized": Distribution.of((r.finish_s - r.arrival_s) / np.maximum(r.num_output, 1)),
+        "quality": Distribution.of(r.quality),
     }
 
 
@@ -134,7 +136,8 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
     num_refused = sum(result.refused.values())
     num_good = int(within(result, slo).sum())
     prompt, output = int(r.num_prompt.sum()), int(r.num_output.sum())
-    stats = result.stats
+    stats, found = result.stats, distributions(result)
+    quality = found.pop("quality")
     out: dict[str, Any] = {
         "requests": {
             "arrived": len(r) + num_refused,
@@ -159,7 +162,8 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
             "requests_per_s": _rate(num_good, span_s),
             "attainment": num_good / max(1, len(r) + num_refused),
         },
-        "latency_s": {name: _clean(d.summary()) for name, d in distributions(result).items()},
+        "latency_s": {name: _clean(d.summary()) for name, d in found.items()},
+        "qoe": _clean({"mean": quality.mean, "p10": quality.percentile(10), "p50": quality.percentile(50)}),
         "prefix_cache": {
             "hit_tokens": int(r.cached.sum()),
             "hit_rate": float(r.cached.sum()) / max(1, prompt),

@@ -39,6 +39,10 @@ def _integer(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _quality(value: float) -> str:
+    return f"{value:.3f}"
+
+
 _LATENCY_ROWS = [
     Row(f"{title} {p}", ("latency_s", key, p), seconds, -1, short=p != "p90")
     for key, title in (("ttft", "TTFT"), ("tbt", "TBT"), ("tpot", "TPOT"), ("jct", "JCT"), ("queue", "Queue time"))
@@ -57,6 +61,8 @@ HEADLINE: tuple[tuple[str, tuple[Row, ...]], ...] = (
         Row("requests/s", ("throughput", "requests_per_s"), number, 1, short=True),
         Row("goodput, requests/s", ("goodput", "requests_per_s"), number, 1, short=True),
         Row("SLO attainment", ("goodput", "attainment"), percent, 1, short=True),
+        Row("quality of experience, mean", ("qoe", "mean"), _quality, 1, short=True),
+        Row("quality of experience, p10", ("qoe", "p10"), _quality, 1, short=True),
     )),
     ("Latency", (
         *_LATENCY_ROWS,

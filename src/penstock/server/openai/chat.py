@@ -81,6 +81,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
+            reader=(body.expected_ttft_s, body.expected_tds),
             cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,
