@@ -61,7 +61,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     quality: float | None = None
-    """Of a stream that has ended, to a reader who expects something (`core.qoe`), 0 to 1; of the worst of its samples."""
+    """Quality of experience (`core.qoe`) of a stream that has ended, 0 to 1; of the worst of its samples."""
 
     @property
     def ttft_s(self) -> float | None:

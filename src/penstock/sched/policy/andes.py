@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, InputError
 from penstock.core.qoe import Delivery, Expected, expected_of
 from penstock.core.sequence import Sequence, Status
 from penstock.sched.policy.fcfs import Fcfs
@@ -67,15 +67,18 @@ class Andes(Fcfs):
     displaces = True
 
     def __init__(
-        self, ttft_s: float = 1.0, tds: float = 4.8, horizon_s: float = 40.0, margin: float = 1.5,
+        self, ttft_s: float = 1.0, tds: float = 4.8, horizon_s: float = 40.0, margin: float = 2.0,
         preemptions: float = 1.0, overhead: float = 0.03, max_wait_s: float = 120.0, window: int = 128,
     ) -> None:  # fmt: skip
-        self.expected = Expected(ttft_s, tds).check()
-        if not min(horizon_s, max_wait_s) > 0:
+        try:
+            self.expected = Expected(ttft_s, tds).check()
+        except InputError as error:
+            raise ConfigError(f"ttft_s, tds: {error}", field=error.param) from None
+        if not (horizon_s > 0 and max_wait_s > 0):
             raise ConfigError("horizon_s and max_wait_s must be above 0 seconds", field="horizon_s")
         if not margin >= 1:
             raise ConfigError(f"margin is {margin}; below 1, two would take each other's place in turn", field="margin")
-        if not min(preemptions, overhead) >= 0:
+        if not (preemptions >= 0 and overhead >= 0):
             raise ConfigError("preemptions and overhead must be 0 or more", field="preemptions")
         if window < 2:
             raise ConfigError(f"window is {window}; it must be at least 2", field="window")
@@ -86,7 +89,8 @@ class Andes(Fcfs):
         """Between two tokens of a sequence that is served, lately; 0: nobody knows yet."""
         self._readers: dict[int, _Reader] = {}
         self._gains: dict[int, float] = {}
-        """Found in this step."""
+        self._ranking: tuple[int, list[Sequence]] = (-1, [])
+        """Found in this step; of a queue of such a length."""
         self._placed: dict[int, _Reader] = {}
         """Of those who ran in the last step."""
         self._num_admitted = self._num_taken = 0
@@ -100,6 +104,7 @@ class Andes(Fcfs):
     def begin_step(self, now_s: float, kv: Any) -> None:
         self._now_s = now_s
         self._gains.clear()
+        self._ranking = (-1, [])
 
     def not_before_s(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> float | None:
         """Never holds anybody back; but nobody else is asked about both queues before places are taken."""
@@ -176,21 +181,22 @@ class Andes(Fcfs):
         return Delivery(request.arrival_s, expected_of(request.expected_ttft_s, request.expected_tds, self.expected))
 
     def _ranked(self, waiting: Seq[Sequence]) -> list[Sequence]:
-        """Those who wait, who goes first by need before those who gain most; of a long queue both ends are looked at,
-        and all who had a place before."""
-        if len(waiting) <= 1:
-            return list(waiting)
-        half = self.window // 2
-        if len(waiting) <= self.window:
-            looked, rest = list(waiting), []
-        else:
-            middle = waiting[half : len(waiting) - half]
-            had = [s for s in middle if s.seq_id in self._readers]
-            looked = [*waiting[:half], *had, *waiting[len(waiting) - half :]]
-            rest = [s for s in middle if s.seq_id not in self._readers]
-        first = self._overdue
-        looked.sort(key=lambda s: (s is not first, -self.gain(s), s.arrival, s.index))
-        return looked + rest
+        """Those who wait, who goes first by need before those who gain most; of a long queue only both ends, and all
+        who had a place before."""
+        if len(waiting) == self._ranking[0]:  # in one step, sequences only join the queue before it is offered
+            return self._ranking[1]
+        looked = list(waiting)
+        if len(looked) > self.window:
+            half = self.window // 2
+            had = [r.seq for r in self._readers.values() if r.seq.status is Status.WAITING]
+            first = [] if self._overdue is None else [self._overdue]
+            ends = (*waiting[:half], *waiting[len(waiting) - half :])
+            looked = list({seq.seq_id: seq for seq in (*first, *ends, *had)}.values())
+        if len(looked) > 1:
+            gain, overdue = self.gain, self._overdue
+            looked.sort(key=lambda s: (s is not overdue, -gain(s), s.arrival, s.index))
+        self._ranking = (len(waiting), looked)
+        return looked
 
     # -- who is read how -------------------------------------------------------------------------------------------
 

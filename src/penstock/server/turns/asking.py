@@ -179,7 +179,7 @@ def make_call(
 
 
 def _reader(server: Server, options: Options) -> Expected | None:
-    """What the reader of a stream expects, the server's defaults where the request does not say it. Raises InputError."""
+    """What the reader of a stream expects, by the request or by default. Raises InputError."""
     config = server.config
     reader = expected_of(*options.reader, Expected(config.qoe_ttft_s, config.qoe_tds)).check()
     return reader if options.stream else None
