@@ -52,7 +52,7 @@ NAMES = {prefix + name: kind for name, kind in BOTH.items() for prefix in ("vllm
     "penstock:memory_bytes": "gauge", "penstock:engine_restarts": "counter", "penstock:requests_aborted": "counter",
     "penstock:requests_refused": "counter", "penstock:request_errors": "counter", "penstock:request_replays": "counter",
     "penstock:prompt_compression_seconds": "histogram", "penstock:prompt_compression_tokens": "counter",
-    "penstock:prompt_compressions": "counter",
+    "penstock:prompt_compressions": "counter", "penstock:qoe": "histogram",
 }  # fmt: skip
 
 

@@ -79,9 +79,8 @@ def test_J29_K07_mean_quality_beats_fcfs_in_an_overload_at_the_same_throughput(s
     assert runs["andes"].stats.num_preemptions > 0, "nobody gave up a place"
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_J29_memory_as_well_as_places_is_what_they_share(seed: int) -> None:
-    load = heavy_tail(1.3, seed)
+def test_J29_memory_as_well_as_places_is_what_they_share() -> None:
+    load = heavy_tail(1.3, 3)
     scarce = {"kv_cache_memory_bytes": 3000 * 32768, "max_num_seqs": 48, "swap_space": 2.0}
     fcfs, andes = play("fcfs", load, **scarce), play("andes", load, **scarce)
     assert andes.requests.quality.mean() > 1.15 * fcfs.requests.quality.mean()
@@ -106,7 +105,7 @@ def test_J29_the_cap_on_preemptions_holds(knobs: str, most: float) -> None:
 def test_J29_what_is_computed_again_is_a_small_part() -> None:
     def again(overhead: float) -> float:
         knobs = f"andes:preemptions=9,overhead={overhead}"
-        result = play(knobs, heavy_tail(1.6, 1), enable_prefix_caching=False)
+        result = play(knobs, heavy_tail(1.6, 1, 80), enable_prefix_caching=False)
         total = int(result.requests.num_prompt.sum() + result.requests.num_output.sum())
         return result.stats.num_recomputed_tokens / total
 
@@ -121,36 +120,36 @@ def test_J29_what_is_computed_again_is_a_small_part() -> None:
 def stream_of_newcomers(seconds: float, n: int) -> Workload:
     """A long prompt that gains little per token, and after it newcomers who gain more, twice what can be served."""
     old = TimedRequest(0.5, 900, 40)
-    short = [TimedRequest(0.02 * i, 30, 60) for i in range(24)] + [
+    short = [TimedRequest(0.02 * i, 30, 60) for i in range(8)] + [
         TimedRequest(1.0 + seconds * i / n, 30, 60) for i in range(n)
     ]
     return from_list("newcomers", sorted([old, *short], key=lambda r: r.arrival_s))
 
 
 def test_J29_nobody_starves_behind_a_stream_of_newcomers() -> None:
-    load = stream_of_newcomers(75.0, 190)
+    load = stream_of_newcomers(45.0, 100)
     (row,) = [i for i, r in enumerate(load) if r.num_prompt == 900]
 
     def first_s(max_wait_s: float) -> float:
-        result = play(f"andes:max_wait_s={max_wait_s}", load, swap_space=2.0)
+        result = play(f"andes:max_wait_s={max_wait_s}", load, swap_space=2.0, max_num_seqs=4)
         assert not np.isnan(result.requests.finish_s).any()
         return float(result.requests.first_token_s[row] - 0.5)
 
-    assert first_s(20.0) < 20.0 + 10.0
-    assert first_s(1e6) > 60.0, "the bound is what helps it"
+    assert first_s(12.0) < 12.0 + 6.0
+    assert first_s(1e6) > 40.0, "the bound is what helps it"
 
 
 def test_J29_those_overdue_are_served_one_after_the_other_and_keep_their_places() -> None:
     """Four who are due at once, in an overload that goes on: each begins within the bound and the runs before its own."""
     old = [TimedRequest(0.5 + 0.01 * i, 700, 30) for i in range(4)]
-    short = [TimedRequest(0.02 * i, 30, 60) for i in range(24)] + [TimedRequest(1.0 + i / 3, 30, 60) for i in range(240)]
+    short = [TimedRequest(0.02 * i, 30, 60) for i in range(8)] + [TimedRequest(1.0 + i / 2, 30, 60) for i in range(90)]
     load = from_list("many", sorted([*old, *short], key=lambda r: r.arrival_s))
-    result = play("andes:max_wait_s=15,preemptions=9", load, swap_space=2.0)
+    result = play("andes:max_wait_s=10,preemptions=9", load, swap_space=2.0, max_num_seqs=4)
     r = result.requests
     rows = np.flatnonzero(r.num_prompt == 700)
     begins = np.sort(r.first_token_s[rows])
-    assert begins[-1] < 0.5 + 15 + 4 * 12.0, "each takes at most 12 s"
-    assert (r.finish_s[rows] - r.first_token_s[rows]).max() < 12.0, "nobody takes the place of one who was overdue"
+    assert begins[-1] < 0.5 + 10 + 4 * 8.0, "each takes at most 8 s"
+    assert (r.finish_s[rows] - r.first_token_s[rows]).max() < 8.0, "nobody takes the place of one who was overdue"
 
 
 # -- who gives a place up --------------------------------------------------------------------------------------------
@@ -245,8 +244,8 @@ def test_J29_tokens_do_not_depend_on_whose_place_was_taken(depth: int) -> None:
     core, _ = fake_engine(knobs)
     clock = core.clock = VirtualClock()
     collector, load = Collector(), []
-    for _ in range(300):
-        if len(load) < 50 and rng.random() < 0.5:
+    for _ in range(180):
+        if len(load) < 30 and rng.random() < 0.5:
             ids = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 24))]
             load.append(request(ids, max_tokens=rng.randrange(4, 20), arrival_s=clock.now()))
             core.add(load[-1])
@@ -255,7 +254,7 @@ def test_J29_tokens_do_not_depend_on_whose_place_was_taken(depth: int) -> None:
         clock.advance_to(clock.now() + 0.1)
     drain(core, collector, limit=5000)
     assert_idle(core)
-    assert core.stats.num_preemptions > 10
+    assert core.stats.num_preemptions > 5
     for one in load:
         got = collector.requests[one.request_id]
         assert (got.tokens[0], got.reasons[0]) == generate(fake_logits, one)

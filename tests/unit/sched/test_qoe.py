@@ -101,7 +101,9 @@ def test_K07_J29_closed_forms_are_the_sums_over_the_pacers_curve(seed: int) -> N
         for until_s in (now_s, now_s + 0.7, now_s + 40.0):
             expected = [reader.ttft_s + j / reader.tds for j in range(1000)]
             assert delivery.area(asked_s + until_s) == pytest.approx(area(at, until_s), rel=1e-6, abs=1e-4)
-            assert delivery.expected_area(asked_s + until_s) == pytest.approx(area(expected, until_s), rel=1e-6, abs=1e-4)
+            assert delivery.expected_area(asked_s + until_s) == pytest.approx(
+                area(expected, until_s), rel=1e-6, abs=1e-4
+            )
     fast, until_s = 100.0, now_s + 20.0
     more = shown([*times, *(now_s + j / fast for j in range(1, 3000))], reader.tds)[len(times) :]
     found = delivery.more_area(asked_s + now_s, asked_s + until_s, fast)
