@@ -91,7 +91,7 @@ def test_K07_the_bench_tells_the_quality_and_the_server_what_is_expected(andes: 
     assert strict["mean_qoe"] == pytest.approx(sum(of_each) / 3)
     assert strict["p10_qoe"] <= strict["mean_qoe"] < 0.6
     after = grown(before, scrape(andes.url))
-    assert after["penstock:qoe_bucket{le=0.6}"] == 3, "the server was told, too"
+    assert after["penstock:qoe_bucket{le=0.6}"] >= 3, "the server was told, too"
 
 
 def test_K07_the_client_of_an_engine_follows_every_sample() -> None:

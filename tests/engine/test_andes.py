@@ -140,7 +140,7 @@ def test_J29_nobody_starves_behind_a_stream_of_newcomers() -> None:
 
 
 def test_J29_those_overdue_are_served_one_after_the_other_and_keep_their_places() -> None:
-    """Four who are due at once, in an overload that goes on: each begins within the bound and the runs before its own."""
+    """Four are due at once, in an overload that goes on: each begins within the bound and the runs before its own."""
     old = [TimedRequest(0.5 + 0.01 * i, 700, 30) for i in range(4)]
     short = [TimedRequest(0.02 * i, 30, 60) for i in range(8)] + [TimedRequest(1.0 + i / 2, 30, 60) for i in range(90)]
     load = from_list("many", sorted([*old, *short], key=lambda r: r.arrival_s))
