@@ -187,6 +187,15 @@ def test_J29_the_reader_with_most_left_to_read_gives_way() -> None:
     assert policy.order(running, [newcomer])[:3] == running, "decodes first, all of them"
 
 
+def test_J29_who_is_shown_more_than_expected_gains_nothing() -> None:
+    policy = Andes(horizon_s=10.0)
+    patient = sequence(0, 50, 0.0, Status.RUNNING, expected_ttft_s=15.0)
+    usual = sequence(1, 50, 0.0, Status.RUNNING)
+    after_ten_seconds(policy, [patient, usual], [50, 50])
+    assert policy.gain(patient) == 0.0
+    assert policy.gain(usual) > 0.001
+
+
 def test_J29_nobody_gives_way_before_a_token_or_for_one_who_gains_as_much() -> None:
     policy = Andes(horizon_s=10.0, preemptions=9)
     running = [sequence(i, 50, 9.0, Status.RUNNING) for i in range(3)]

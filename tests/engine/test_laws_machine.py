@@ -33,7 +33,7 @@ knobs = st.builds(
     budget=st.sampled_from([1, 3, 8, 16, 64]),
     max_num_seqs=st.sampled_from([1, 2, 4, 8]),
     policy=st.sampled_from(
-        ["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic"]
+        ["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic", "andes"]
     ),
     prefix_cache=st.sampled_from(["radix", "hash", "none"]),
     eviction=st.sampled_from(["lru", "fifo", "lfu", "flops", "priority"]),
