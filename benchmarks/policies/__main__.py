@@ -29,6 +29,8 @@ from penstock.report.tables import table as make_table
 
 HERE = Path(__file__).resolve().parent
 STEPS = HERE / "steps.json"
+SAYS_SOMETHING = 3
+"""Rounds from which on an interval is shown."""
 NOT_CASES = ("__main__", "case", "compare", "loads")
 
 
@@ -101,15 +103,14 @@ def compare(case: Case, steps: Calibration, args: argparse.Namespace, console: C
 def show(case: Case, name: str, shown: dict[str, Found], console: Console) -> None:
     first = next(iter(shown.values()))
     sizes = ", ".join(f"{kind}: {found.num_requests} requests" for kind, found in shown.items())
-    made = make_table(
-        ("figure", *(f"{kind} {variant}" for variant in case.variants for kind in shown)),
-        title=f"{name}, {first.rate:.3g} requests/s ({sizes})", box=True,
-    )  # fmt: skip
+    title = f"{name}, {first.rate:.3g} requests/s ({sizes})"
+    made = make_table(("figure", "variant", *shown), title=title, left=2, box=True)
     baseline = next(iter(case.variants))
     for figure in first.figures[baseline]:
-        made.add_row(
-            figure, *(_cell(found, variant, figure, baseline) for variant in case.variants for found in shown.values())
-        )
+        for variant in case.variants:
+            cells = (_cell(found, variant, figure, baseline) for found in shown.values())
+            made.add_row(figure if variant == baseline else "", variant, *cells)
+        made.add_section()
     console.print(made)
 
 
@@ -118,7 +119,8 @@ def _cell(found: Found, variant: str, figure: str, baseline: str) -> str:
     if variant == baseline or (ratio := found.ratio(variant, figure, baseline)) is None:
         return text
     value, interval = ratio
-    return f"{text} x{value:.3f}" + ("" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})")
+    known = interval if len(found.figures[variant][figure]) >= SAYS_SOMETHING else None
+    return f"{text} x{value:.3f}" + ("" if known is None else f" ({known[0]:.3f} to {known[1]:.3f})")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def trace(file: str, *, scale: float = 0.25) -> Load:
         kept = list(islice(iter(whole), first, first + n))
         if len(kept) < n:
             raise InputError(f"{path}: has no {n} requests from the {first}-th on; use a smaller seed", param="seed")
-        return cut(squeezed(from_list(file, kept, block_tokens=whole.block_tokens), rate, scale))
+        return cut(squeezed(from_list(file, kept, block_tokens=whole.block_tokens).resized(scale), rate))
 
     return load
 
@@ -59,22 +59,14 @@ def trace_file(file: str) -> Path:
     raise InputError(f"shared/data/traces/{file} is not beside the repository; this load needs it", param="load")
 
 
-def squeezed(workload: Workload, rate: float, scale: float) -> Workload:
-    """Lengths times `scale`, arrivals from 0 on with `rate` requests a second on average. Shared prefixes shrink with
-    their blocks."""
+def squeezed(workload: Workload, rate: float) -> Workload:
+    """Arrivals from 0 on, with `rate` requests a second on average."""
     requests = list(workload)
     first_s = requests[0].arrival_s
     span_s = requests[-1].arrival_s - first_s
     faster = (len(requests) - 1) / (span_s * rate) if span_s > 0 else 0.0
-    made = [
-        replace(
-            r, arrival_s=(r.arrival_s - first_s) * faster, num_prompt=max(1, round(r.num_prompt * scale)),
-            num_output=max(1, round(r.num_output * scale)),
-        )
-        for r in requests
-    ]  # fmt: skip
-    block = max(1, round(workload.block_tokens * scale))
-    return from_list(workload.name, made, description=f"{workload.name} x {scale:g}", block_tokens=block)
+    made = [replace(r, arrival_s=(r.arrival_s - first_s) * faster) for r in requests]
+    return from_list(workload.name, made, block_tokens=workload.block_tokens)
 
 
 def cut(workload: Workload) -> Workload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engi
 from tests.engine.naive import fake_logits, generate
 
 SPEC = find_spec("llama-3.2-1b")
-READER = Expected(1.0, 4.8)
 
 
 class SmallMachine:
@@ -53,7 +51,7 @@ def play(policy: str, workload: Workload, *, digests: bool = False, **settings: 
     clock = VirtualClock()
     core = build_sim(config, SPEC, plan, SmallMachine(), clock)
     limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, SPEC.vocab_size, truncate=True)
-    return simulate(core, clock, workload, limits, reader=READER, digests=digests)
+    return simulate(core, clock, workload, limits, digests=digests)
 
 
 def heavy_tail(rate: float, seed: int, n: int = 120) -> Workload:
@@ -271,6 +269,6 @@ def test_J29_tokens_do_not_depend_on_whose_place_was_taken(depth: int) -> None:
 
 def test_a_workload_may_have_readers_of_its_own() -> None:
     load = heavy_tail(0.5, 1, 10)
-    strict = replace(load, source=lambda: (replace(r, reader=Expected(0.0, 1000.0)) for r in load.source()))
+    strict = load.read_by(Expected(0.0, 1000.0))
     assert play("fcfs", strict).requests.quality.max() < 0.6
     assert play("fcfs", load).requests.quality.min() > 0.9

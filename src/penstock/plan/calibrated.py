@@ -172,7 +172,7 @@ def errors_of(timer: CalibratedTimer, samples: Sequence[Sample]) -> Errors:
 def save(calibration: Calibration, path: str | Path) -> None:
     """As JSON; `load` gives back the same. Raises ConfigError if it cannot be written."""
     try:
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
+        Path(path).write_bytes(msgspec.json.encode(calibration) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}", field="out") from None
 

@@ -101,9 +101,9 @@ def build_sim(
 ) -> EngineCore:
     """The engine that serves, with a SimExecutor that takes as long as `timer` says. `depth`: steps in flight.
 
-    `scheduler_timer`: what the scheduler predicts with, if that is another one. `seconds_budget` lets it bound its steps
-    in seconds too. `folder`: in place of the one that `kv_offload` names, if it names any; by default one of its own,
-    empty and at default rates.
+    `scheduler_timer`: what the scheduler predicts with, if that is another one. `seconds_budget` lets it bound its
+    steps in seconds too. `folder`: in place of the one that `kv_offload` names, if it names any; by default one of its
+    own, empty and at default rates.
     """
     store, wanted = None, offload_of(config.cache.kv_offload)
     if wanted is not None and wanted.remotes:

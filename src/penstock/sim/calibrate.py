@@ -9,11 +9,12 @@ next one's, so the host's time between steps is in it. Source of the idea: Vidur
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.base.clock import MonotonicClock
+from penstock.config import EngineConfig
 from penstock.launch.build import Engine
 from penstock.sim.driver import Sample
 from penstock.sim.real import run_on
@@ -63,6 +64,12 @@ def _between(rng: np.random.Generator, low: int, high: int) -> int:
     return round(float(np.exp(rng.uniform(np.log(low), np.log(max(low, high))))))
 
 
+def plain(config: EngineConfig) -> EngineConfig:
+    """Under the policy that goes by order alone: others may hold on to what they know of the limits of a step, which
+    change with every round."""
+    return replace(config, scheduler=replace(config.scheduler, scheduling_policy="fcfs"))
+
+
 def collect(
     engine: Engine, *, seconds: float, longest: int, seed: int = 0,
     progress: Callable[[float, int], None] | None = None,
@@ -70,7 +77,7 @@ def collect(
     """(samples to fit to, samples to check with). At least LEAST_ROUNDS rounds, and as many as begin in `seconds`.
 
     `longest`: tokens of the longest request. `progress` hears of the share of the time and the number of steps.
-    Mutates the engine, which is as it was in the end.
+    The engine is `plain`. Mutates it; it is as it was in the end.
     """
     rng = np.random.default_rng([seed, 0xCA1])
     clock, core, plan = MonotonicClock(), engine.core, engine.plan

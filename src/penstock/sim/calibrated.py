@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,9 +20,10 @@ from penstock.launch.backend import device_of, traits_of
 from penstock.launch.build import Engine
 from penstock.launch.names import check_names
 from penstock.launch.selection import keeping_of
-from penstock.plan.calibrated import Calibration, CalibratedTimer, errors_of, fit
+from penstock.plan.calibrated import CalibratedTimer, Calibration, errors_of, fit
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.measured import Sample
+from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
 from penstock.sim.build import build_sim
 from penstock.sim.driver import Progress, SimLimits, simulate
@@ -35,24 +37,16 @@ TIED = ("kv_cache_dtype", "kv_rotation")
 ALSO_FREE = ("max_model_len",)
 
 
-def calibration_of(
-    engine: Engine, config: EngineConfig, name: str, fitted: list[Sample], held: list[Sample]
-) -> Calibration:
+def calibration_of(engine: Engine, config: EngineConfig, fitted: list[Sample], held: list[Sample]) -> Calibration:
     """What was measured of `engine`, which was started with `config`, as data. Raises ConfigError for too few steps."""
-    machine = msgspec.structs.replace(_machine(), flags=frozenset())
+    machine = msgspec.structs.replace(probe(), flags=frozenset())
     copy_bytes_per_s = device_of(_decided(engine, config), machine.num_cores).host_copy_bytes_per_s
     timer = CalibratedTimer(fit(fitted), copy_bytes_per_s)
     return Calibration(
-        model=name, spec=engine.spec, settings=_given(_decided(engine, config)), machine=machine,
-        kv_bytes=engine.plan.kv_bytes, curve=timer.curve, copy_bytes_per_s=copy_bytes_per_s, num_samples=len(fitted),
-        errors=errors_of(timer, held), version=__version__,
+        model=Path(config.model.model).name, spec=engine.spec, settings=_given(_decided(engine, config)),
+        machine=machine, kv_bytes=engine.plan.kv_bytes, curve=timer.curve, copy_bytes_per_s=copy_bytes_per_s,
+        num_samples=len(fitted), errors=errors_of(timer, held), version=__version__,
     )  # fmt: skip
-
-
-def _machine() -> Any:
-    from penstock.plan.probe import probe
-
-    return probe()
 
 
 def _decided(engine: Engine, config: EngineConfig) -> EngineConfig:
@@ -78,10 +72,11 @@ def config_for(calibration: Calibration, given: Mapping[str, Any]) -> EngineConf
     for name, value in given.items():
         item = SETTINGS.get(name)
         free = item is None or (item.section in FREE and name not in TIED) or name in ALSO_FREE
-        if not free and name != "model" and value != settings.get(name, value if value is None else _default(name)):
+        own = settings[name] if name in settings else _default(name) if item is not None else value
+        if not free and name != "model" and value != own:
             raise ConfigError(
-                f"{name}: these step times were measured with {settings.get(name, _default(name))}, and {value} changes "
-                "what a step costs; calibrate with it, or leave it away",
+                f"{name}: these step times were measured with {own}, and {value} changes what a step costs; calibrate "
+                "with it, or leave it away",
                 field=name,
             )
         settings[name] = value

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from typing import cast
 
 import numpy as np
@@ -135,7 +137,6 @@ def simulate(
     *,
     label: str = "",
     digests: bool = False,
-    reader: Expected | None = None,
     real: bool = False,
     samples: list[Sample] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -144,26 +145,27 @@ def simulate(
 
     Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
     refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
-    it costs about as much as the simulation itself. `reader`: when tokens are expected of requests that do not say it.
-    `progress` is called every few hundred steps. `real`: the engine computes; `samples` takes shape and seconds of the
-    steps of which both are known.
+    it costs about as much as the simulation itself. `progress` is called every few hundred steps. `real`: the executor
+    computes, so prompts are lists, and the tokens are kept (`SimResult.tokens`). `samples` collects (shape, seconds)
+    of every step, from the moment it was due (the end of the one before, or of a wait), with one step in flight.
 
-    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and a virtual `clock`.
+    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
-    return _Run(core, clock, workload, limits, label, digests, reader or Expected(), real, samples).run(progress)
+    return Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
 
 
-class _Run:
+class Run:
+    """One engine and the requests that it is offered."""
+
     def __init__(
         self, core: EngineCore, clock: Clock, workload: Workload, limits: SimLimits, label: str, digests: bool,
-        reader: Expected, real: bool, samples: list[Sample] | None,
+        real: bool, samples: list[Sample] | None,
     ) -> None:  # fmt: skip
         self.core = core
         self.clock = clock
         self.workload = workload
         self.limits = limits
         self.label = label
-        self.reader = reader
         self.columns = _Columns()
         self.live: dict[str, _Live] = {}
         self.tenants: dict[str, int] = {}
@@ -176,61 +178,76 @@ class _Run:
         self.lists = real or core.recorder is not None
         self.tokens: list[list[int]] | None = [] if real else None
         self.samples = samples
-        self.ended_s: float | None = None
-        """When the step ended behind which nothing was waited for."""
+        self.due_s = self.start_s
+        """When the next step was due to begin: the last one's end, or the end of a wait."""
+        self.ended_last = self.steps = 0
+        """Requests that the last step ended; steps."""
+        self.last_arrival_s = -inf
+        self.progress: Callable[[Progress], None] | None = None
+        self.wall = MonotonicClock()
+        self.began_s = self.wall.now()
         self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
         self.tap = StepTap(core, self.timeline, digests=digests, shapes=samples is not None, inner=core.recorder)
 
     def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
-        wall = MonotonicClock()
-        began_s = wall.now()
+        """The whole workload."""
+        with self.listening(progress):
+            for request in self.workload:
+                self.advance(self.start_s + request.arrival_s)
+                self.offer(request)
+            self.advance(None)
+        return self.result()
+
+    @contextmanager
+    def listening(self, progress: Callable[[Progress], None] | None = None) -> Iterator[None]:
+        """While requests are offered and time passes."""
+        self.progress = progress
         outer, self.core.recorder = self.core.recorder, self.tap
         try:
-            arrivals = iter(self.workload)
-            upcoming = next(arrivals, None)
-            steps = 0
-            while True:
-                upcoming = self._arrive(upcoming, arrivals)
-                if self.core.has_work:
-                    self._step(upcoming)
-                    steps += 1
-                    if progress is not None and steps % _PROGRESS_STEPS == 0:
-                        progress(self._progress(wall.now() - began_s))
-                elif upcoming is None:
-                    break
-                else:
-                    self._wait(self.start_s + upcoming.arrival_s)
+            yield
         finally:
             self.core.recorder = outer
         self.tap.measure()
         if progress is not None:
-            progress(self._progress(wall.now() - began_s))
-        return self._result(wall.now() - began_s)
+            progress(self._progress())
+
+    def advance(self, to_s: float | None) -> None:
+        """Step until nothing is left to do, or until `to_s` on the clock, which a last step may go beyond.
+
+        What counts is when the next step is due: on the machine's clock, a request that comes in the microseconds until
+        it begins waits for the one after it, as in a simulation.
+        """
+        while self.core.has_work and (to_s is None or self.due_s < to_s):
+            self._step(to_s)
+            self.steps += 1
+            if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
+                self.progress(self._progress())
+        if to_s is not None and self.due_s < to_s:
+            self._wait(to_s)
+
+    def offer(self, request: TimedRequest) -> None:
+        """Hand in a request whose time has come, or refuse it. Raises InputError if it comes before the last one."""
+        if request.arrival_s < self.last_arrival_s:
+            raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
+        self.last_arrival_s = request.arrival_s
+        self.arrived += 1
+        fitting = self._fit(request)
+        if fitting is not None:
+            self._add(fitting)
+
+    def num_unfinished(self, now_s: float) -> int:
+        """Requests that were offered and have not ended by `now_s`; what a step beyond that ends counts."""
+        return len(self.live) + (self.ended_last if self.clock.now() > now_s else 0)
 
     def _wait(self, time_s: float) -> None:
-        self.ended_s = None
+        self.due_s = time_s  # who sleeps for longer is late for the step
         self.clock.wait_until(time_s)
 
-    def _progress(self, wall_s: float) -> Progress:
-        return Progress(
-            self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s, wall_s
-        )
+    def _progress(self) -> Progress:
+        tokens, now_s = self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s
+        return Progress(self.arrived, self.done, tokens, now_s, self.wall.now() - self.began_s)
 
     # -- arrivals ------------------------------------------------------------------------------------------------
-
-    def _arrive(self, upcoming: TimedRequest | None, arrivals: Iterator[TimedRequest]) -> TimedRequest | None:
-        """Hand in everything whose time has come; returns the first request whose time has not."""
-        now_s = self.clock.now() - self.start_s
-        while upcoming is not None and upcoming.arrival_s <= now_s:
-            self.arrived += 1
-            fitting = self._fit(upcoming)
-            if fitting is not None:
-                self._add(fitting)
-            previous_s = upcoming.arrival_s
-            upcoming = next(arrivals, None)
-            if upcoming is not None and upcoming.arrival_s < previous_s:
-                raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
-        return upcoming
 
     def _fit(self, request: TimedRequest) -> TimedRequest | None:
         limits = self.limits
@@ -260,7 +277,7 @@ class _Run:
         row = self.columns.add(request, self.tenants.setdefault(request.tenant, len(self.tenants)))
         ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
         request_id = str(row)
-        reader = request.reader or self.reader
+        reader = request.reader or Expected()
         self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader))
         self.core.add(
             Request(
@@ -286,8 +303,8 @@ class _Run:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self, upcoming: TimedRequest | None) -> None:
-        moved, computed, before_s = self.tap.num_moves, self.tap.num_computed, self.clock.now()
+    def _step(self, next_s: float | None) -> None:
+        moved, computed = self.tap.num_moves, self.tap.num_computed
         outputs = self.core.step()
         now_s = self.clock.now()
         for request_id, started_s in self.tap.started:
@@ -299,13 +316,14 @@ class _Run:
         counts = (num_tokens, self.tap.num_computed - computed, 0, self.done - done_before)
         self.timeline.count(now_s - self.start_s, counts)
         if self.samples is not None and self.tap.num_moves == moved + 2:
-            self.samples.append((self.tap.shape, now_s - (before_s if self.ended_s is None else self.ended_s)))
-        self.ended_s = now_s
+            self.samples.append((self.tap.shape, now_s - self.due_s))
+        self.due_s = now_s
+        self.ended_last = self.done - done_before
         if not self.core.has_work:
             self.tap.measure()
         if self.tap.num_moves == moved and not outputs:
             # A policy may hold everybody back until somebody else comes, but not for ever.
-            times = [] if upcoming is None else [self.start_s + upcoming.arrival_s]
+            times = [] if next_s is None else [next_s]
             if self.core.scheduler.wake_s is not None:
                 times.append(self.core.scheduler.wake_s)
             if not times:
@@ -356,7 +374,8 @@ class _Run:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _result(self, wall_s: float) -> SimResult:
+    def result(self) -> SimResult:
+        """What has been seen."""
         means = self.timeline.mean_levels()
         first_s = self.first_arrival_s or 0.0
         requests = self.columns.finished()
@@ -380,7 +399,7 @@ class _Run:
             stats=since(self.core.stats, self.before),
             span_s=last_s - first_s,
             busy_s=self.tap.busy_s,
-            wall_s=wall_s,
+            wall_s=self.wall.now() - self.began_s,
             digest=self.tap.digest,
             skipped_lines=self.workload.broken.count,
             hits={name: n - self.hits_before[name] for name, n in hits_by_tier(self.core.kv).items()},

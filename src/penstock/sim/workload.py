@@ -34,7 +34,7 @@ class TimedRequest:
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
         priority, tenant, weight, slo_tpot_s, calls: as in `Request`; expected: its `expected_tokens`.
-        reader: when tokens are expected; None: as the run says (`simulate`).
+        reader: when it expects tokens; None: as people who chat do (`core.qoe.Expected`).
     """
 
     arrival_s: float
@@ -90,6 +90,10 @@ class Workload:
         self.broken.count, self.broken.first = 0, ""
         return self.source()
 
+    def read_by(self, reader: Expected) -> Workload:
+        """The same requests; those that do not say what they expect expect this."""
+        return replace(self, source=lambda: (replace(r, reader=r.reader or reader) for r in self.source()))
+
     def limited(self, n: int) -> Workload:
         """The first `n` requests."""
         known = n if self.num_requests is None else min(n, self.num_requests)
@@ -111,6 +115,40 @@ class Workload:
             source=lambda: (replace(r, arrival_s=r.arrival_s / factor) for r in self.source()),
             description=f"{self.description}; arrival rate x {factor:g}",
         )
+
+    def repeated(self, times: int) -> Workload:
+        """The same again and again, each time behind the last arrival by what lies between two on average. What is
+        shared is shared over all of them."""
+        if times < 1:
+            raise InputError(f"repeat must be at least 1, not {times}", param="repeat")
+
+        def source() -> Iterator[TimedRequest]:
+            offset_s = last_s = 0.0
+            for _ in range(times):
+                number = 0
+                for r in self.source():
+                    last_s = r.arrival_s + offset_s
+                    number += 1
+                    yield replace(r, arrival_s=last_s)
+                offset_s = last_s + (last_s - offset_s) / max(1, number - 1)
+
+        known = None if self.num_requests is None else self.num_requests * times
+        return replace(
+            self, source=source, num_requests=known, description=f"{self.description}; {times} times in a row"
+        )
+
+    def resized(self, factor: float) -> Workload:
+        """The same requests with lengths times `factor`, at least 1 token; what they share shrinks or grows with
+        them."""
+
+        def source() -> Iterator[TimedRequest]:
+            for r in self.source():
+                lengths = (min(MAX_TOKENS, max(1, round(n * factor))) for n in (r.num_prompt, r.num_output))
+                num_prompt, num_output = lengths
+                yield replace(r, num_prompt=num_prompt, num_output=num_output)
+
+        block = max(1, round(self.block_tokens * factor))
+        return replace(self, source=source, block_tokens=block, description=f"{self.description}; lengths x {factor:g}")
 
     def timed(self, times: Callable[[], Iterator[float]], what: str) -> Workload:
         """The same requests in the same order, arriving at other times. `what` describes them."""

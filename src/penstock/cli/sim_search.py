@@ -1,0 +1,101 @@
+"""`penstock sim search`: the batch, chunk and tensor degree with most requests/s within a latency."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.sim_output import check_folders, write
+from penstock.cli.sim_workload import add_workload, count, positive, workload_of
+
+
+def add_arguments(kinds: Any) -> None:
+    """Mutates `kinds`, the subparsers of `penstock sim`."""
+    from penstock.config.load import add_arguments as add_engine_arguments
+
+    parser = kinds.add_parser("search", allow_abbrev=False, help="settings with most requests/s within a latency")
+    parser.add_argument(
+        "--latency", type=positive, required=True, metavar="S",
+        help="seconds from a request's first step to its last token, for 99 of 100 of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", dest="simulated_device", required=True, metavar="NAME|FILE",
+        help="a device, or a file that penstock sim calibrate has written",
+    )  # fmt: skip
+    parser.add_argument("--spec", metavar="NAME", help="a built-in model instead of --model (default: llama-3.1-8b)")
+    parser.add_argument("--devices", type=count, default=1, metavar="N", help="how many there are (default: 1)")
+    parser.add_argument(
+        "--degrees", default="1", metavar="LIST", help="devices that share one engine's layers: 1,2,4 (default: 1)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")
+    add_workload(parser)
+    add_engine_arguments(parser)
+
+
+def search(args: argparse.Namespace) -> int:
+    """Prints the settings, what the cost model says of them, and what a simulation does. Returns the exit status."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from penstock.report.tables import table
+    from penstock.sim.search_run import find, latency_of, replay
+
+    check_folders(args.json)
+    workload = workload_of(args)
+    if workload.num_requests is None or workload.num_requests > 2000:
+        workload = workload.limited(2000)
+    target = _target(args)
+    found = find(target, workload, args.latency)
+    best = found.best
+    assert best is not None
+    played = replay(target, best, workload, truncate=args.truncate)
+    rate = len(played.requests) / played.span_s * (target.devices // best.degree)
+    latency_s = latency_of(played)
+    shown = table(("", "cost model", "simulated"), title=f"{workload.description}, within {args.latency:g} s", box=True)
+    shown.add_row("requests/s", f"{best.requests_per_s:.4g}", f"{rate:.4g}")
+    shown.add_row("latency p99, s", f"{best.latency_s:.4g}", f"{latency_s:.4g}")
+    console = Console()
+    console.print(shown)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.settings.items())
+    console.print(f"{target.devices // best.degree} engine(s) of {best.degree} device(s) each: {flags}", soft_wrap=True)
+    console.print(f"the cost model was asked {found.num_evaluated} times")
+    if args.json is not None:
+        simulated = {"requests_per_s": rate, "latency_s": latency_s}
+        report = {"best": asdict(best), "settings": best.settings, "simulated": simulated, "asked": found.num_evaluated}
+        write(args.json, json.dumps(report, indent=1) + "\n")
+    if latency_s > args.latency:
+        console.print("the simulation does not meet the latency: its lengths are not what the cost model expects")
+        return 1
+    return 0
+
+
+def _target(args: argparse.Namespace) -> Any:
+    from penstock.base.errors import ConfigError
+    from penstock.cli.sim import find_model
+    from penstock.config.load import given_by
+    from penstock.plan.calibrated import check_spec, is_calibration, load
+    from penstock.plan.devices import find_device
+    from penstock.sim.search_run import Target
+
+    given = {name: one.value for name, one in given_by(args).items() if name != "model"}
+    for name in ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens"):
+        if name in given:
+            raise ConfigError(f"{name}: the search decides it; leave it away", field=name)
+    try:
+        degrees = tuple(sorted({int(part) for part in args.degrees.split(",")}))
+    except ValueError:
+        degrees = ()
+    if not degrees or degrees[0] < 1:
+        raise ConfigError(
+            f"degrees: {args.degrees!r} must be whole numbers with commas, such as 1,2,4", field="degrees"
+        )
+    if is_calibration(args.simulated_device):
+        measured = load(args.simulated_device)
+        if getattr(args, "model", None) is not None or args.spec is not None:
+            check_spec(measured, find_model(args)[0], args.simulated_device)
+        return Target(measured.spec, measured.model, given, measured, args.devices, degrees)
+    spec, name = find_model(args)
+    return Target(spec, name, given, find_device(args.simulated_device), args.devices, degrees)

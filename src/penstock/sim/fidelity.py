@@ -1,0 +1,125 @@
+"""Is a simulation true? The same requests through the real engine and through the simulated one, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.config import EngineConfig
+from penstock.plan.calibrated import Calibration
+from penstock.plan.measured import Sample
+from penstock.sim.calibrate import collect, plain
+from penstock.sim.calibrated import calibration_of, config_for, run_calibrated
+from penstock.sim.metrics import Distribution, distributions
+from penstock.sim.real import real_engine, run_on
+from penstock.sim.result import SimResult
+from penstock.sim.workload import Workload
+
+FIGURES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99))
+Measuring = Callable[[float, int], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of one policy. Units: seconds, or tokens/s."""
+
+    policy: str
+    figure: str
+    measured: float
+    simulated: float
+
+    @property
+    def ratio(self) -> float:
+        return self.simulated / self.measured if self.measured else float("nan")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """`runs`: for every policy the measured one and the simulated one."""
+
+    steps: Calibration
+    runs: tuple[SimResult, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def worst(self) -> float:
+        """The largest |ratio - 1| of all figures."""
+        return float(np.nanmax([abs(line.ratio - 1) for line in self.lines]))
+
+
+def compare_runs(policy: str, measured: SimResult, simulated: SimResult) -> list[Line]:
+    """TTFT and TPOT, p50 and p99, and output tokens/s."""
+    ours, theirs = distributions(measured), distributions(simulated)
+    lines = [
+        Line(policy, f"{name.upper()} p{p}, s", ours[name].percentile(p), theirs[name].percentile(p))
+        for name, p in FIGURES
+    ]
+    rates = [float(r.requests.num_output.sum()) / r.span_s for r in (measured, simulated)]
+    return [*lines, Line(policy, "output tokens/s", *rates)]
+
+
+def fidelity(
+    config: EngineConfig,
+    given: Mapping[str, Any],
+    policies: Sequence[str],
+    workload: Workload,
+    *,
+    steps: Calibration | None = None,
+    seconds: float = 30.0,
+    longest: int = 1024,
+    truncate: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    measuring: Measuring | None = None,
+) -> Fidelity:
+    """Run `workload` under each policy on the engine of `config`, then simulated with the same settings.
+
+    Without `steps` these are measured for `seconds` in all, before each run and after the last, so that a machine that
+    is not equally fast all the time is known as it was meanwhile. `given`: the settings of `config` that somebody gave,
+    by name. Raises as `launch.build.start`, ConfigError for settings that `steps` were not measured with.
+    """
+    fitted: list[Sample] = []
+    held: list[Sample] = []
+    own = config if steps is None else _named(config_for(steps, given), config)
+    part_s = seconds / (len(policies) + 1)
+    found, measured = steps, []
+    for number, policy in enumerate((*policies, "")):
+        if steps is None:
+            say("measuring steps")
+            with real_engine(plain(config)) as engine:
+                more = collect(engine, seconds=part_s, longest=longest, seed=number, progress=measuring)
+                fitted, held = fitted + more[0], held + more[1]
+                if not policy:
+                    found = calibration_of(engine, plain(config), fitted, held)
+        if policy:
+            say(f"{policy}: the real engine")
+            placed = replace(own, scheduler=replace(own.scheduler, scheduling_policy=policy))
+            with real_engine(placed) as engine:
+                measured.append(run_on(engine, workload, label=f"{policy}, measured", truncate=truncate))
+    assert found is not None
+    runs: list[SimResult] = []
+    lines: list[Line] = []
+    for policy, real in zip(policies, measured, strict=True):
+        say(f"{policy}: simulated")
+        chosen = {**given, "scheduling_policy": policy}
+        simulated = run_calibrated(found, chosen, workload, label=f"{policy}, simulated", truncate=truncate)
+        runs += [real, simulated]
+        lines += compare_runs(policy, real, simulated)
+    return Fidelity(found, tuple(runs), tuple(lines))
+
+
+def _named(config: EngineConfig, other: EngineConfig) -> EngineConfig:
+    """With the other's model, which lies where it says and not where the steps were measured."""
+    return replace(config, model=replace(config.model, model=other.model.model))
+
+
+def distance(measured: Distribution, simulated: Distribution) -> float:
+    """The largest gap between two cumulative distributions (Kolmogorov and Smirnov's), 0 to 1."""
+    values = np.union1d(measured.values, simulated.values)
+    shares = [
+        np.concatenate([[0], d.cumulative])[np.searchsorted(d.values, values, side="right")] / max(1, d.count)
+        for d in (measured, simulated)
+    ]
+    return float(np.abs(shares[0] - shares[1]).max()) if len(values) else 0.0

@@ -1,0 +1,116 @@
+"""Several engines behind a router: nobody is lost, processes change nothing, and routers do what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.base.errors import ConfigError, InputError
+from penstock.config import from_kwargs
+from penstock.plan.devices import find_device
+from penstock.sim.build import device_plan
+from penstock.sim.metrics import metrics
+from penstock.sim.replicas import Replicas
+from penstock.sim.result import SimResult
+from penstock.sim.service import Service
+from penstock.sim.specs import find_spec
+from penstock.sim.synthetic import synthetic
+from penstock.sim.workload import TimedRequest, Workload, from_list
+from tests.command import penstock
+
+LOAD = synthetic("synthetic:poisson?rate=60&requests=90&prompt=200&output=12&output_cv=1&tenants=3", seed=2)
+
+
+def service(**settings: object) -> Service:
+    spec, device = find_spec("llama-3.1-8b"), find_device("l4")
+    config = from_kwargs({}, model="llama-3.1-8b", max_model_len=4096, **settings)
+    return Service("l4", spec, *device_plan(config, spec, device), device)
+
+
+def columns(result: SimResult) -> np.ndarray:
+    r = result.requests
+    return np.array([r.arrival_s, r.scheduled_s, r.first_token_s, r.finish_s, r.num_prompt, r.num_output])
+
+
+def test_one_replica_is_the_engine_itself() -> None:
+    alone, one = service().run(LOAD), Replicas(service(), 1).run(LOAD)
+    assert np.array_equal(columns(alone), columns(one))
+    ours, theirs = metrics(alone), metrics(one)
+    for m in (ours, theirs):
+        m.pop("simulation")
+    assert ours == theirs
+
+
+def test_processes_change_nothing_and_everything_is_counted() -> None:
+    apart = Replicas(service(), 5, processes=2).run(LOAD)
+    here = Replicas(service(), 5, processes=1).run(LOAD)
+    assert np.array_equal(columns(apart), columns(here))
+    assert apart.requests.num_output.sum() == sum(r.num_output for r in LOAD) == apart.stats.num_sampled_tokens
+    assert apart.series.counts[:, apart.counters.index("finished")].sum() == 90
+    assert apart.series.counts.sum() == pytest.approx(here.series.counts.sum())
+    assert set(apart.tenants) == {"tenant-0", "tenant-1", "tenant-2"}
+    assert [apart.tenants[k] for k in apart.requests.tenant[:4]] == ["tenant-0", "tenant-1", "tenant-2", "tenant-0"]
+
+
+def test_more_replicas_wait_less() -> None:
+    jct = [float(np.mean(r.requests.finish_s - r.requests.arrival_s))
+           for r in (Replicas(service(), n).run(LOAD) for n in (1, 4))]  # fmt: skip
+    assert jct[1] < 0.8 * jct[0]
+
+
+def test_least_requests_passes_by_who_is_busy() -> None:
+    """Every second request is long: going round gives all of them to one of two."""
+    requests = [TimedRequest(0.05 * k, 64, 200 if k % 2 == 0 else 2) for k in range(24)]
+    workload = from_list("long and short", requests)
+    spans = {
+        router: Replicas(service(max_num_seqs=4), 2, router=router).run(workload).span_s
+        for router in ("round-robin", "least-requests")
+    }
+    assert spans["least-requests"] < 0.8 * spans["round-robin"]
+
+
+def test_prefix_brings_equal_beginnings_together() -> None:
+    requests = [TimedRequest(0.2 * k, 600, 2, blocks=(k * k % 7,)) for k in range(40)]
+    workload = from_list("shared", requests)
+    hits = {
+        router: Replicas(service(), 4, router=router).run(workload).hits["device"]
+        for router in ("round-robin", "prefix")
+    }
+    assert hits["prefix"] > 1.3 * hits["round-robin"] > 0
+
+
+def test_a_broken_workload_is_refused_from_a_process_too() -> None:
+    broken = from_list("backwards", [TimedRequest(1.0, 4, 1), TimedRequest(2.0, 4, 1), TimedRequest(0.5, 4, 1)])
+    for processes in (1, 2):
+        with pytest.raises(InputError, match="arrives before"):
+            Replicas(service(), 2, processes=processes).run(broken)
+    with pytest.raises(ConfigError, match="from 1 to 1024"):
+        Replicas(service(), 0).run(LOAD)
+    with pytest.raises(ConfigError, match="router"):
+        Replicas(service(), 2, router="guess").run(LOAD)
+
+
+def test_a_trace_in_a_row_and_with_other_lengths() -> None:
+    hour = from_list("three", [TimedRequest(t, 8, 4, blocks=(1,)) for t in (0.0, 2.0, 4.0)], block_tokens=8)
+    day = list(hour.repeated(3))
+    assert [r.arrival_s for r in day] == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert hour.repeated(3).num_requests == 9
+    small: Workload = hour.resized(0.25)
+    assert [(r.num_prompt, r.num_output) for r in small] == [(2, 1)] * 3
+    assert small.block_tokens == 2
+    with pytest.raises(InputError, match="repeat"):
+        hour.repeated(0)
+    assert replace(hour, num_requests=None).repeated(2).num_requests is None
+
+
+def test_the_command() -> None:
+    trace = "synthetic:poisson?rate=40&requests=40&prompt=100&output=10"
+    args = ("sim", "--trace", trace, "--device", "l4", "--max-model-len", "4096", "--replicas", "3")
+    done = penstock(*args, "--router", "least-requests")
+    assert done.returncode == 0, done.stderr
+    assert "40" in done.stdout
+    done = penstock(*args, "--disk-rates", "read=1e9")
+    assert done.returncode == 1
+    assert "--replicas" in done.stderr
