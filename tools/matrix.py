@@ -144,6 +144,7 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("policy dynamic", knob("policy", lambda v: v == "dynamic"), "policy"),
         Feature("policy priority", knob("policy", lambda v: v == "priority"), "policy"),
         Feature("policy cache-aware", knob("policy", lambda v: v == "cache-aware"), "policy"),
+        Feature("policy andes", knob("policy", lambda v: v == "andes"), "policy"),
         Feature("policy splitfuse", knob("policy", lambda v: v == "splitfuse"), "policy"),
         Feature("chunked prefill", knob("budget", lambda v: isinstance(v, int) and v <= 16)),
         Feature("long-prefill threshold", knob("threshold", lambda v: isinstance(v, int) and v > 0)),

@@ -54,7 +54,7 @@ NAMES = {prefix + name: kind for name, kind in BOTH.items() for prefix in ("vllm
     "penstock:requests_refused": "counter", "penstock:request_errors": "counter", "penstock:request_replays": "counter",
     "penstock:prompt_compression_seconds": "histogram", "penstock:prompt_compression_tokens": "counter",
     "penstock:prompt_compressions": "counter", "penstock:energy_joules": "counter",
-    "penstock:prefill_seconds": "counter", "penstock:decode_seconds": "counter",
+    "penstock:prefill_seconds": "counter", "penstock:decode_seconds": "counter", "penstock:qoe": "histogram",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ knobs = st.builds(
             "cache-aware",
             "splitfuse",
             "dynamic",
+            "andes",
             "fastserve",
             "fastserve:batch=2,spare=0.3,quantum_s=0.04,starvation_s=0.01",
         ]

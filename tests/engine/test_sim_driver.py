@@ -11,6 +11,7 @@ import pytest
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import EngineError, InputError
 from penstock.config import from_kwargs
+from penstock.core.qoe import Expected, quality
 from penstock.core.step_shape import StepShape
 from penstock.engine.record import Recorder, replay
 from penstock.executor.sim import SimExecutor
@@ -86,6 +87,10 @@ def test_a_schedule_worked_out_by_hand() -> None:
     assert found["ttft"].values.tolist() == [1.0, 1.5]
     assert found["queue"].values.tolist() == [0.0, 0.5]
     assert found["jct"].values.tolist() == [2.5, 3.0]
+    # The reader of a chat: a's tokens at 1, 2 and 3 s instead of 1, 1.21, 1.42; b's 0.5 s late, and 1 s apart.
+    by_hand = [quality(times, Expected()) for times in ([1.0, 2.0, 3.0], [1.5, 2.5])]
+    assert result.requests.quality.tolist() == pytest.approx(by_hand)
+    assert found["quality"].mean == pytest.approx(sum(by_hand) / 2)
     assert found["tpot"].values.tolist() == [1.0, 1.0]
     assert found["normalized"].values.tolist() == [1.0, 1.25]
     m = metrics(result, Slo(ttft_s=1.2, tpot_s=1.0))

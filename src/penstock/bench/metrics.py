@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import ConfigError
+from penstock.core.qoe import Delivery, Expected
 from penstock.measure.latency import decomposition
 from penstock.measure.steady import buckets, rates, steady_window
 
@@ -66,6 +67,18 @@ class Outcome:
             return None
         return max(0.0, self.ttft_s - self.queue_s - self.prefill_s)
 
+    def quality(self, reader: Expected) -> float:
+        """Quality of experience (`core.qoe`), 0 to 1; a piece of the stream is taken for its share of the tokens."""
+        delivery, at_s, done = Delivery(0.0, reader), self.ttft_s, 0
+        pieces = len(self.itls_s) + 1
+        for number, gap_s in enumerate([0.0, *self.itls_s], 1):
+            at_s += gap_s
+            due = self.output_tokens * number // pieces
+            if due > done:
+                delivery.take(due - done, at_s)
+                done = due
+        return delivery.quality
+
     def value(self, metric: str) -> float | None:
         """In seconds; None if this request has none."""
         return {
@@ -97,6 +110,7 @@ def summarize(
     percentiles: Sequence[float] = (50.0, 90.0, 99.0),
     goodput: dict[str, float] | None = None,
     warmup_s: float | None = None,
+    reader: Expected | None = None,
 ) -> dict[str, Any]:
     """The figures of a run. Units: ms where the name says so, else requests or tokens, and those per second; in
     `steady` and `decomposition` seconds. `warmup_s`: as in `measure.steady`.
@@ -122,6 +136,9 @@ def summarize(
         out["request_goodput"] = kept * per_s
         out["goodput_slo_ms"] = goodput
         out["goodput_fraction"] = kept / len(outcomes) if outcomes else 0.0
+    qualities = [o.quality(reader or Expected()) for o in good]
+    out["mean_qoe"] = float(np.mean(qualities)) if qualities else None
+    out["p10_qoe"] = float(np.percentile(qualities, 10)) if qualities else None
     told = [o for o in good if o.cached_tokens is not None]
     told_tokens = sum(o.prompt_tokens for o in told)
     out["prefix_cache_hit_rate"] = sum(o.cached_tokens or 0 for o in told) / told_tokens if told_tokens else None

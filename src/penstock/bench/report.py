@@ -17,6 +17,8 @@ _ROWS = (
     ("request_throughput", "Requests per second", "{:.2f}"),
     ("request_goodput", "Requests per second within the SLO", "{:.2f}"),
     ("input_throughput", "Input tokens per second", "{:.2f}"),
+    ("mean_qoe", "Quality of experience, mean", "{:.3f}"),
+    ("p10_qoe", "Quality of experience, p10", "{:.3f}"),
     ("output_throughput", "Generated tokens per second", "{:.2f}"),
     ("total_token_throughput", "All tokens per second", "{:.2f}"),
     ("max_itl_ms", "Longest gap between pieces (ms)", "{:.2f}"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.bench.metrics import Outcome
     from penstock.bench.prompts import Dataset, Maker, Sample
     from penstock.bench.serve import Target
+    from penstock.core.qoe import Expected
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="for example ttft:200 tpot:50 e2el:2000"
     )
+    out.add_argument(
+        "--expected-ttft", type=float, metavar="S", help="seconds to the first token that readers expect (1)"
+    )
+    out.add_argument("--expected-tds", type=float, metavar="N", help="tokens per second that readers read (4.8)")
     out.add_argument("--warmup", type=float, metavar="S", help="seconds that steady rates leave out; default: found")
     out.add_argument(
         "--alone", type=int, default=0, metavar="N", help="ask N more requests one by one, and tell how much slower "
@@ -82,7 +87,9 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
         alone.check(args.alone)
     _check_search(args)
     data = dataset(args, args.seed)
+    reader, told = _reader(args)
     target = await target_of(args, client)
+    target = replace(target, extra=told | target.extra)
     maker = await make_maker(client, target.model, ids=not target.is_chat)
     await _warm_up(args, client, target, data, maker)
     about = _about(args, target.backend, target.model, data.num_prompts)
@@ -95,7 +102,13 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
     samples, outcomes, duration_s, before = await _run(args, client, target, data, maker)
     after = await counters.scrape(client)
     figures = summarize(
-        outcomes, duration_s, metrics=metrics, percentiles=percentiles, goodput=goodput, warmup_s=args.warmup
+        outcomes,
+        duration_s,
+        metrics=metrics,
+        percentiles=percentiles,
+        goodput=goodput,
+        warmup_s=args.warmup,
+        reader=reader,
     )
     if after.drafts is not None:
         figures |= (after.drafts - (before.drafts or type(after.drafts)())).figures()
@@ -195,6 +208,15 @@ async def _find_rate(
         "sustainable_rate": best, "promise": args.find_rate if goodput else "no growing queue",
         "goodput_slo_ms": goodput or None, "trials": [t.as_json() for t in trials],
     }  # fmt: skip
+
+
+def _reader(args: argparse.Namespace) -> tuple[Expected, dict[str, float]]:
+    """What readers expect, and what of it the server is told: what was given. Raises InputError."""
+    from penstock.core.qoe import Expected, expected_of
+
+    given = {"expected_ttft_s": args.expected_ttft, "expected_tds": args.expected_tds}
+    reader = expected_of(args.expected_ttft, args.expected_tds, Expected()).check()
+    return reader, {name: value for name, value in given.items() if value is not None}
 
 
 def _metrics(args: argparse.Namespace) -> list[str]:

@@ -38,6 +38,16 @@ def share(text: str) -> float:
 def add_workload(parser: argparse.ArgumentParser) -> Any:
     """Returns the group of flags."""
     load = parser.add_argument_group("workload")
+    load.add_argument(
+        "--expected-ttft",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds to the first token that readers expect (1)",
+    )
+    load.add_argument(
+        "--expected-tds", type=float, default=4.8, metavar="N", help="tokens per second that readers read (4.8)"
+    )
     load.add_argument("--trace", metavar="FILE", help="a trace, or synthetic:poisson?rate=2&prompt=512&output=128")
     load.add_argument("--format", metavar="NAME", help="format of the trace; by default recognised by its content")
     load.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
@@ -68,6 +78,7 @@ def add_workload(parser: argparse.ArgumentParser) -> Any:
 
 def workload_of(args: argparse.Namespace) -> Workload:
     from penstock.base.errors import InputError
+    from penstock.core.qoe import Expected
     from penstock.sim.arrivals import parse, seeded
     from penstock.sim.synthetic import PREFIX, synthetic
     from penstock.sim.traces import TraceOptions, open_trace
@@ -94,4 +105,5 @@ def workload_of(args: argparse.Namespace) -> Workload:
         workload = workload.scaled(args.scale_rate)
     if args.duration is not None:
         workload = workload.until(args.duration)
+    workload = workload.read_by(Expected(args.expected_ttft, args.expected_tds).check())
     return workload if args.limit is None else workload.limited(args.limit)

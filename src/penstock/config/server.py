@@ -104,6 +104,13 @@ class ServerConfig(Section):
         None, "Seconds that a token after the first should take on average (tpot_slo_ms of a request goes before it).",
         above=0,
     )  # fmt: skip
+    qoe_ttft_s: float = setting(
+        1.0, "Seconds to the first token that readers of streams expect, where a request has no expected_ttft_s; for "
+        "penstock:qoe and the policy andes.", minimum=0.0, maximum=86_400.0,
+    )  # fmt: skip
+    qoe_tds: float = setting(
+        4.8, "Tokens per second after it that they read, where a request has no expected_tds.", above=0.0, maximum=1e6
+    )
     request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
     max_body_bytes: int = setting(16 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)

@@ -25,7 +25,7 @@ OF_A_MODEL = frozenset(
         "served_model_name", "lora_modules", "lora_root", "chat_template", "tool_call_parser", "reasoning_parser",
         "tool_prompt", "bare_tool_calls", "enable_auto_tool_choice", "max_logprobs", "max_logprob_entries",
         "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_wait", "ttft_slo", "tpot_slo",
-        "request_timeout", "max_n", "max_prompts",
+        "request_timeout", "max_n", "max_prompts", "qoe_ttft_s", "qoe_tds",
         "max_restarts_per_minute", "watchdog_timeout", "keep_alive", "fault",
     )
 )  # fmt: skip

@@ -60,6 +60,8 @@ class RequestMetrics:
     """Steps in which drafts of it were verified; then the drafts, and those among them that were right."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    quality: float | None = None
+    """Quality of experience (`core.qoe`) of a stream that has ended, 0 to 1; of the worst of its samples."""
 
     @property
     def ttft_s(self) -> float | None:

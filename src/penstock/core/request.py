@@ -85,6 +85,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
             it). None: no promise.
         slo_tpot_s: seconds that a token after the first should take on average; drafts go to those who are behind
             first (`sched.drafts.slo`). None: no promise.
+        expected_ttft_s, expected_tds: seconds in which its reader expects the first token, and tokens per second after
+            it (`core.qoe`; of the policies, `andes` looks at them). None: what that policy assumes.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
         repetition: what counts as running in circles, which ends a sample; None: nothing does.
         calls: tools that its one sample calls, in order (`sched.pauses`). What they bring counts as generated.
@@ -117,6 +119,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     weight: float = 1.0
     slo_tpot_s: float | None = None
     slo_ttft_s: float | None = None
+    expected_ttft_s: float | None = None
+    expected_tds: float | None = None
     resume: Resume | None = None
     repetition: RepetitionDetectionParams | None = None
     calls: list[ApiCall] = []

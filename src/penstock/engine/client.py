@@ -20,6 +20,7 @@ from penstock.core.output import (
     RequestMetrics,
     RequestOutput,
 )
+from penstock.core.qoe import Delivery, Expected
 from penstock.core.request import Abort, Request
 from penstock.core.weight_swap import FIRST_VERSION, SWAPPED
 from penstock.text.detokenize import IncrementalDetokenizer
@@ -66,6 +67,8 @@ class Sample:
     stop_reason: int | str | None = None
     last_s: float | None = None
     """When its last token came."""
+    delivery: Delivery | None = None
+    """What its reader has got; None: nobody said what he expects."""
     before: list[tuple[int, str]] = field(default_factory=list)
     """(tokens, version) whenever weights were swapped under it: how many it had, and over which."""
 
@@ -140,6 +143,10 @@ class OutputProcessor:
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
         """Begin to follow a request. `params` is None for beam search and for pooling."""
         samples = [self._sample(i, request, params) for i in range(request.n)] if params is not None else []
+        if request.expected_ttft_s is not None and request.expected_tds is not None:
+            reader = Expected(request.expected_ttft_s, request.expected_tds)
+            for sample in samples:
+                sample.delivery = Delivery(request.arrival_s, reader)
         self._live[request.request_id] = Live(request, params, prompt, samples)
 
     def _sample(self, index: int, request: Request, params: SamplingParams) -> Sample:
@@ -240,6 +247,8 @@ class OutputProcessor:
                 if sample.last_s is not None:
                     self.tally.gaps_s.append((now - sample.last_s) / len(out.token_ids))
                 sample.last_s = now
+            if sample.delivery is not None:
+                sample.delivery.take(len(out.token_ids), now)
             self._tokens(live, sample, out)
         elif live.metrics.first_token_s is None:  # a request that only brings blocks ends so
             live.num_cached = max(live.num_cached, out.num_cached_tokens)
@@ -247,6 +256,7 @@ class OutputProcessor:
             self._flush(live, sample, out.finish_reason, out.stop_reason)
         if live.samples[out.index].finish_reason is not None and _ended(live):
             live.metrics.finished_s = now
+            live.metrics.quality = min((s.delivery.quality for s in live.samples if s.delivery), default=None)
 
     def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
         taken = self._text(live, sample, out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.core.adapter import AdapterRef
     from penstock.core.kv_hints import KVHint
+    from penstock.core.qoe import Expected
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.text.grammar.lead import Lead
 
@@ -77,7 +78,8 @@ class Call:
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
     `slo_tpot_s`: seconds that a token after the first should take on average; `slo_ttft_s`: from `arrival_s`, in which
-    the first one should be there. `offline_s`: for so long it is offline work; None: it is not. `default_max_tokens`:
+    the first one should be there. `offline_s`: for so long it is offline work; None: it is not. `reader`:
+    what the reader of a stream expects; None: it is no stream. `default_max_tokens`:
     how many tokens are generated where `params` do not say it, if the prompt leaves room for them; None: all there is
     room for. `lead`: what may come before an answer that is bound. `num_shared`: first tokens of the prompt that
     another part of the same request has brought and the engine has computed, so that admission does not count them
@@ -95,6 +97,7 @@ class Call:
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
     slo_ttft_s: float | None = None
+    reader: Expected | None = None
     default_max_tokens: int | None = None
     lead: Lead | None = None
     num_shared: int = 0

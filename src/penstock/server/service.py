@@ -280,6 +280,7 @@ class Service:
             reference=call.reference,
             slo_tpot_s=call.slo_tpot_s,
             slo_ttft_s=call.slo_ttft_s,
+            reader=call.reader,
             hints=[hint for hint in call.hints if hint.action not in ("share", "pause")],
             modules=call.prompt.modules,
             recompute=call.prompt.recompute,

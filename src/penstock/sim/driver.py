@@ -18,6 +18,7 @@ from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import EngineError, InputError
 from penstock.core.events import EngineStats
 from penstock.core.output import EngineOutput
+from penstock.core.qoe import Delivery, Expected
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.core.step_shape import StepShape
@@ -90,11 +91,12 @@ class _Columns:
         self.first_token_s, self.finish_s = array("d"), array("d")
         self.num_prompt, self.num_output, self.cached = array("I"), array("I"), array("I")
         self.preemptions, self.tenant = array("I"), array("I")
+        self.quality = array("d")
 
     def add(self, request: TimedRequest, tenant: int) -> int:
         row = len(self.arrival_s)
         self.arrival_s.append(request.arrival_s)
-        for times in (self.scheduled_s, self.first_token_s, self.finish_s):
+        for times in (self.scheduled_s, self.first_token_s, self.finish_s, self.quality):
             times.append(_NEVER)
         self.num_prompt.append(request.num_prompt)
         self.tenant.append(tenant)
@@ -112,16 +114,18 @@ class _Columns:
         return RequestColumns(
             floats(self.arrival_s), floats(self.scheduled_s), floats(self.first_token_s), floats(self.finish_s),
             ints(self.num_prompt), ints(self.num_output), ints(self.cached), ints(self.preemptions), ints(self.tenant),
+            floats(self.quality),
         )  # fmt: skip
 
 
 class _Live:
     """A request between arrival and its last token."""
 
-    __slots__ = ("last_s", "row")
+    __slots__ = ("delivery", "last_s", "row")
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, delivery: Delivery) -> None:
         self.row = row
+        self.delivery = delivery
         self.last_s = _NEVER
 
 
@@ -273,7 +277,8 @@ class Run:
         row = self.columns.add(request, self.tenants.setdefault(request.tenant, len(self.tenants)))
         ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
         request_id = str(row)
-        self.live[request_id] = _Live(row)
+        reader = request.reader or Expected()
+        self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader))
         self.core.add(
             Request(
                 request_id=request_id,
@@ -288,6 +293,8 @@ class Run:
                 weight=request.weight,
                 slo_tpot_s=request.slo_tpot_s,
                 expected_tokens=request.expected,
+                expected_ttft_s=reader.ttft_s,
+                expected_tds=reader.tds,
                 calls=list(request.calls),
             )
         )
@@ -334,6 +341,7 @@ class Run:
             n = len(out.token_ids)
             if n:
                 num_tokens += n
+                state.delivery.take(n, now_s)
                 if self.tokens is not None:
                     self.tokens[state.row].extend(out.token_ids)
                 last_s = state.last_s
@@ -344,7 +352,7 @@ class Run:
                 at_once += n - 1
                 state.last_s = now_s
             if out.finish_reason is not None:
-                self._finish(out, state.row, now_s)
+                self._finish(out, state, now_s)
             if n:
                 columns.num_output[state.row] += n
         for last_s, count in since.items():
@@ -355,10 +363,12 @@ class Run:
             self.gap_counts.append(at_once)
         return num_tokens
 
-    def _finish(self, out: EngineOutput, row: int, now_s: float) -> None:
+    def _finish(self, out: EngineOutput, state: _Live, now_s: float) -> None:
+        row = state.row
         self.done += 1
         self.failed += out.finish_reason == "error"
         self.columns.finish_s[row] = now_s
+        self.columns.quality[row] = state.delivery.quality
         self.columns.cached[row] = out.num_cached_tokens
         self.columns.preemptions[row] = out.num_preemptions
         del self.live[out.request_id]

@@ -14,6 +14,7 @@ t_ij the end of the step that yields its j-th token (j = 1 ... N_i). All on the 
     throughput    = sum N_i / span (output), sum (P_i + N_i) / span (all tokens), requests / span
     attainment    = share of all arrived requests, refused ones included, with TTFT_i and TPOT_i within their limits
     goodput       = requests within the limits / span
+    QoE_i         = area below what i's reader was shown / area below what he expects (`core.qoe`), 0 to 1
     hit rate      = prompt tokens found in the prefix cache at first admission / prompt tokens
     busy          = sum of step durations / span
     slowdown_i    = JCT_i / JCT_i alone on the idle device (`sim.alone`), by classes of size (`measure.latency`)
@@ -105,7 +106,8 @@ class Slo:
 
 
 def distributions(result: SimResult) -> dict[str, Distribution]:
-    """ttft, tbt, tpot, jct, queue, prefill (seconds), normalized (seconds per output token); slowdown, if known."""
+    """ttft, tbt, tpot, jct, queue, prefill (seconds), normalized (seconds per output token), quality (0 to 1);
+    slowdown, if known."""
     r = result.requests
     jct_s = r.finish_s - r.arrival_s
     slow = {} if result.alone_s is None else {"slowdown": Distribution.of(jct_s / result.alone_s)}
@@ -117,6 +119,7 @@ def distributions(result: SimResult) -> dict[str, Distribution]:
         "queue": Distribution.of(r.scheduled_s - r.arrival_s),
         "prefill": Distribution.of(r.first_token_s - r.scheduled_s),
         "normalized": Distribution.of(jct_s / np.maximum(r.num_output, 1)),
+        "quality": Distribution.of(r.quality),
     }
 
 
@@ -145,7 +148,8 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
     num_refused = sum(result.refused.values())
     num_good = int(within(result, slo).sum())
     prompt, output = int(r.num_prompt.sum()), int(r.num_output.sum())
-    stats = result.stats
+    stats, found = result.stats, distributions(result)
+    quality = found.pop("quality")
     out: dict[str, Any] = {
         "requests": {
             "arrived": len(r) + num_refused,
@@ -172,7 +176,8 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
             "attainment": num_good / max(1, len(r) + num_refused),
         },
         "steady": steady(result, result.bill.warmup_s),
-        "latency_s": {name: _clean(d.summary()) for name, d in distributions(result).items() if name != "slowdown"},
+        "latency_s": {name: _clean(d.summary()) for name, d in found.items() if name != "slowdown"},
+        "qoe": _clean({"mean": quality.mean, "p10": quality.percentile(10), "p50": quality.percentile(50)}),
         "decomposition": decomposition(r.first_token_s - r.arrival_s, r.finish_s - r.arrival_s, r.num_output),
         "slowdown": slowdowns(result),
         "prefix_cache": {

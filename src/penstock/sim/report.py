@@ -43,6 +43,10 @@ def _money(value: float) -> str:
     return f"{value:,.4f}"
 
 
+def _quality(value: float) -> str:
+    return f"{value:.3f}"
+
+
 _LATENCY_ROWS = [
     Row(f"{title} {p}", ("latency_s", key, p), seconds, -1, short=p != "p90" and key != "prefill")
     for key, title in (
@@ -68,6 +72,8 @@ HEADLINE: tuple[tuple[str, tuple[Row, ...]], ...] = (
         Row("requests/s", ("throughput", "requests_per_s"), number, 1, short=True),
         Row("goodput, requests/s", ("goodput", "requests_per_s"), number, 1, short=True),
         Row("SLO attainment", ("goodput", "attainment"), percent, 1, short=True),
+        Row("quality of experience, mean", ("qoe", "mean"), _quality, 1, short=True),
+        Row("quality of experience, p10", ("qoe", "p10"), _quality, 1, short=True),
     )),
     ("Latency", (
         *_LATENCY_ROWS,

@@ -17,11 +17,16 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+def _nothing() -> Floats:
+    return np.empty(0)
+
+
 @dataclass(frozen=True)
 class RequestColumns:
     """One entry per served request, in order of arrival. Times in seconds on the virtual clock; lengths in tokens.
 
     `cached`: prompt tokens its first admission found in the prefix cache. `tenant`: index into `SimResult.tenants`.
+    `quality`: of the stream to its reader, 0 to 1 (`core.qoe`); empty where nobody has followed it.
     """
 
     arrival_s: Floats
@@ -33,6 +38,7 @@ class RequestColumns:
     cached: Ints
     preemptions: Ints
     tenant: Ints
+    quality: Floats = field(default_factory=_nothing)
 
     def __len__(self) -> int:
         return len(self.arrival_s)

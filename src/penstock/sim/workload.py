@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import InputError
+from penstock.core.qoe import Expected
 from penstock.core.request import ApiCall
 
 MAX_TOKENS = 2**24
@@ -33,6 +34,7 @@ class TimedRequest:
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
         priority, tenant, weight, slo_tpot_s, calls, offline_s: as in `Request`; expected: its `expected_tokens`.
+        reader: when it expects tokens; None: as people who chat do (`core.qoe.Expected`).
     """
 
     arrival_s: float
@@ -45,6 +47,7 @@ class TimedRequest:
     weight: float = 1.0
     slo_tpot_s: float | None = None
     expected: int = 0
+    reader: Expected | None = None
     calls: tuple[ApiCall, ...] = ()
     offline_s: float | None = None
 
@@ -87,6 +90,10 @@ class Workload:
     def __iter__(self) -> Iterator[TimedRequest]:
         self.broken.count, self.broken.first = 0, ""
         return self.source()
+
+    def read_by(self, reader: Expected) -> Workload:
+        """The same requests; those that do not say what they expect expect this."""
+        return replace(self, source=lambda: (replace(r, reader=r.reader or reader) for r in self.source()))
 
     def limited(self, n: int) -> Workload:
         """The first `n` requests."""

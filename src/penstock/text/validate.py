@@ -16,6 +16,7 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.core.adapter import AdapterRef, namespace_of
 from penstock.core.kv_hints import KVHint
+from penstock.core.qoe import Expected
 from penstock.core.request import Request, module_taint
 from penstock.core.sampling import (
     BeamSearchParams,
@@ -210,10 +211,12 @@ def build_request(
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
     slo_tpot_s: float | None = None, slo_ttft_s: float | None = None, hints: Sequence[KVHint] = (),
     modules: Sequence[int] = (), recompute: float = 0.0, adapter: AdapterRef | None = None,
+    reader: Expected | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
-    `reference`: ids of a text that the output is likely to repeat. The others: see `Request`.
+    `reference`: ids of a text that the output is likely to repeat. `reader`: what whoever reads the output as it comes
+    expects. The others: see `Request`.
     """
     beam: BeamSearchParams | None = None
     if isinstance(params, BeamSearchParams):
@@ -254,7 +257,9 @@ def build_request(
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
         namespace=namespace_of(namespace, adapter), taint=module_taint(taint, list(modules), recompute),
-        arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, slo_ttft_s=slo_ttft_s, repetition=_watched(params, beam),
+        arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, slo_ttft_s=slo_ttft_s,
+        expected_ttft_s=None if reader is None else reader.ttft_s, expected_tds=None if reader is None else reader.tds,
+        repetition=_watched(params, beam),
         hints=_hints(hints, params, beam),
         modules=list(modules) if len(modules) > 1 else [], recompute=recompute if len(modules) > 1 else 0.0,
     )  # fmt: skip

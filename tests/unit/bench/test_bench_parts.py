@@ -22,6 +22,7 @@ from penstock.bench.http import CallError, EventReader, HttpClient
 from penstock.bench.metrics import Outcome, parse_goodput, summarize
 from penstock.bench.prompts import Dataset, Maker, make_samples
 from penstock.bench.serve import Target, one, run
+from penstock.core.qoe import Expected
 from tests.shared import SHARED
 
 # -- arrivals ----------------------------------------------------------------------------------------------------
@@ -80,6 +81,9 @@ def test_figures_of_a_run_by_hand() -> None:
     assert found["max_send_delay_ms"] == pytest.approx(20)
     assert found["mean_slot_wait_ms"] == pytest.approx(80 / 3)
     assert found["max_concurrent_requests"] == 1
+    assert (found["mean_qoe"], found["p10_qoe"]) == (1.0, 1.0)
+    hasty = summarize([good, slow, bad], 2.0, reader=Expected(0.1, 10.0))
+    assert hasty["mean_qoe"] == pytest.approx((1 + 1 / (1 + 0.2 * 10)) / 2), "on time; 0.2 s late by the formula"
     with pytest.raises(ConfigError):
         parse_goodput(["itl:3"])
 

@@ -28,8 +28,18 @@ def test_one_run(tmp_path: Path) -> None:
     run = json.loads(numbers.read_text())["runs"][0]
     assert run["metrics"]["requests"]["finished"] == 30
     assert run["metrics"]["prefix_cache"]["hit_tokens"] > 0
+    assert run["metrics"]["qoe"] == {"mean": 1.0, "p10": 1.0, "p50": 1.0}
     assert run["settings"]["model"] == "llama-3.1-8b"
     assert "llama-3.1-8b on h100-sxm" in page.read_text()
+
+
+def test_K07_what_readers_expect_can_be_said(tmp_path: Path) -> None:
+    numbers = tmp_path / "x.json"
+    given = ("--expected-ttft", "0", "--expected-tds", "1000", "--json", str(numbers))
+    done = sim("--trace", TRACE, "--device", "h100-sxm", *given)
+    assert done.returncode == 0, done.stderr
+    assert "quality of experience, mean" in done.stdout
+    assert 0 < json.loads(numbers.read_text())["runs"][0]["metrics"]["qoe"]["mean"] < 0.9
 
 
 def test_lists_are_compared(tmp_path: Path) -> None:

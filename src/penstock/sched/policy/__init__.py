@@ -15,6 +15,7 @@ from penstock.core.protocols import SchedulingPolicy
 
 POLICIES: Registry[Callable[..., SchedulingPolicy], None] = Registry("scheduling_policy")
 POLICIES.add("batchllm", "penstock.sched.policy.batchllm:BatchLLM")
+POLICIES.add("andes", "penstock.sched.policy.andes:Andes")
 POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
 POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
 POLICIES.add("fair", "penstock.sched.policy.fair:Fair")

@@ -191,6 +191,8 @@ class Metrics(Collector):
         yield from self._models()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
+        text = "Quality of experience of finished streams: what was shown over what was expected, 0 to 1."
+        yield from self._histogram("qoe", text, self.stats.qoe, OURS)
 
     def _engine_pid(self) -> int:
         info = self.server.client.info

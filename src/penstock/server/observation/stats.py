@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.acceptance import Acceptance
 from penstock.core.messages import AGES_S, MISS_REASONS
-from penstock.server.distribution import REQUEST_S, TOKEN_S, TTFT_S, Distribution, steps
+from penstock.server.distribution import REQUEST_S, SHARE, TOKEN_S, TTFT_S, Distribution, steps
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -66,6 +66,8 @@ class Stats:
         self.tpot_slo: Counter[str] = Counter({"yes": 0, "no": 0})
         """Finished requests with a tpot_slo_ms, by whether they kept it: "yes", "no"; `ttft_slo`: first tokens."""
         self.ttft_slo: Counter[str] = Counter({"yes": 0, "no": 0})
+        self.qoe = Distribution(SHARE)
+        """Quality of experience of streams that have ended with an answer (`core.qoe`)."""
         self.preemptions = Distribution((0, 1, 2, 5, 10, 20, 50))
         self.step_tokens = Distribution(_STEP)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generation_tokens = 0
@@ -161,6 +163,8 @@ class Stats:
             value = t[name]
             if value is not None:
                 distribution.observe(value)
+        if metrics.quality is not None and ended in GOOD:
+            self.qoe.observe(metrics.quality)
         tpot_s, slo_s = t["tpot_s"], request.slo_tpot_s
         if tpot_s is not None and slo_s is not None:
             self.tpot_slo["yes" if tpot_s <= slo_s else "no"] += 1

@@ -83,6 +83,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
             ttft_slo_ms=body.ttft_slo_ms,
+            reader=(body.expected_ttft_s, body.expected_tds),
             cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,

@@ -65,6 +65,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
         model=body.model,
         stream=bool(body.stream), priority=body.priority, tier=body.service_tier, cache_salt=body.cache_salt,
         timeout_s=body.timeout, tpot_slo_ms=body.tpot_slo_ms, ttft_slo_ms=body.ttft_slo_ms,
+        reader=(body.expected_ttft_s, body.expected_tds),
         default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,
         cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
         hints=plain(read_hints(body.kv_hints)),

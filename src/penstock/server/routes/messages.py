@@ -81,6 +81,7 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
         model=body.model,
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms, ttft_slo_ms=body.ttft_slo_ms, cut_max_tokens=True,
+        reader=(body.expected_ttft_s, body.expected_tds),
     )  # fmt: skip
     asked.compression = body.prompt_compression
     asked.bounds = [*bounds(body), *bounds_of(read_hints(body.kv_hints), asked.messages)]

@@ -156,6 +156,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
             ttft_slo_ms=body.ttft_slo_ms,
+            reader=(body.expected_ttft_s, body.expected_tds),
             cut_max_tokens=means_another(caller.server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,

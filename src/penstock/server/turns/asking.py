@@ -13,6 +13,7 @@ from starlette.requests import Request
 from penstock.base.errors import InputError
 from penstock.core.compression import PromptCompression
 from penstock.core.kv_hints import KVHint
+from penstock.core.qoe import Expected, expected_of
 from penstock.core.sampling import SamplingParams
 from penstock.server.admission.choosing import unknown_model
 from penstock.server.call import ANYONE, CLASSES, Asker, Call, Prompt, Tenant
@@ -132,6 +133,8 @@ class Options:
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
     ttft_slo_ms: float | None = None
+    reader: tuple[float | None, float | None] = (None, None)
+    """`expected_ttft_s` and `expected_tds`: what its reader expects (`core.qoe`)."""
     default_max_tokens: int | None = None
     cut_max_tokens: bool = False
     hints: Sequence[KVHint] = ()
@@ -199,6 +202,7 @@ def make_call(
     if options.cut_max_tokens and params.max_tokens is not None:
         left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
         params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
+    reader = _reader(caller.server, options)
     adapter = None
     if (adapters := caller.server.adapters) is not None:
         check_model(caller.server, options.model)  # it may have been unloaded meanwhile
@@ -218,6 +222,7 @@ def make_call(
         arrival_s=caller.arrival_s,
         slo_tpot_s=slo_tpot_s,
         slo_ttft_s=slo_ttft_s,
+        reader=reader,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
         tells_times=caller.tells_times,
@@ -238,6 +243,13 @@ def _offline_s(caller: Caller, options: Options) -> float | None:
         return caller.offline_s
     nobody_waits = options.background or caller.tenant.service_class == "batch"
     return FLEX_S if tier == "flex" or (nobody_waits and tier in (None, "auto")) else None
+
+
+def _reader(server: Server, options: Options) -> Expected | None:
+    """What the reader of a stream expects, by the request or by default. Raises InputError."""
+    config = server.config
+    reader = expected_of(*options.reader, Expected(config.qoe_ttft_s, config.qoe_tds)).check()
+    return reader if options.stream else None
 
 
 def compression_facts(prompt: Prompt) -> dict[str, float]:
