@@ -191,10 +191,12 @@ class Scheduler:
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
         preempted = blocked = False
-        # Whoever is in flight cannot make room for others.
-        promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.pauses.begin_step(now_s)
         self.policy.begin_step(now_s, self.kv)
+        self.reserve.begin_step()
+        stays = self._let_go()
+        # Whoever is in flight cannot make room for others.
+        promising = not (idle or stays or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.kv.hints.begin_step(now_s)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
@@ -249,7 +251,7 @@ class Scheduler:
                     continue
                 n = self._admit(seq, budget)
                 if n is None:
-                    blocked = True  # first come, first served: nobody overtakes the head of the queue
+                    blocked = not self.policy.packs  # first come, first served: nobody overtakes the head of the queue
                     continue
                 added.append(seq)
                 if n == 0:
@@ -329,6 +331,14 @@ class Scheduler:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
         key = self.policy.key(seq)
         return any(other.num_inflight and self.policy.key(other) > key for other in self.running)
+
+    def _let_go(self) -> bool:
+        """Whom the policy sends back to the queue; whether it would send somebody who is in flight."""
+        leaving = self.policy.leaves(self.running, self.waiting)
+        for seq in leaving:
+            if seq.num_inflight == 0 and seq.status is Status.RUNNING:
+                self.preempt(seq)
+        return any(seq.status is Status.RUNNING for seq in leaving)
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""
