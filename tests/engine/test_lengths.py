@@ -440,7 +440,7 @@ def test_A16_throughput_rises_with_the_bins_and_is_what_the_formula_says(wrong: 
 
 def test_A16_a_bin_that_does_not_fill_runs_when_its_oldest_has_waited_long_enough() -> None:
     before = [Asked(0.0, 4, n) for n in (10, 200) * 4]  # by these it knows where the bins' bound is
-    load = [*before, Asked(9.0, 4, 10), Asked(9.01, 4, 200), Asked(9.02, 4, 11)]
+    load = [*before, Asked(9.0, 4, 10), Asked(9.01, 4, 200), Asked(9.02, 4, 9)]
     served = serve("multi-bin:bins=2,size=2,timeout_s=0.5", load, exactly)
     assert served.end_s == pytest.approx(9.01 + 0.5 + 2.0, abs=0.03), "the short ones fill a batch, the long one waits"
     alone = serve("multi-bin:bins=2,size=2,timeout_s=0.5", load[:9], exactly)

@@ -10,7 +10,7 @@ Du et al., 2023, and others bucket prompts in the same way to bound padding (`by
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as Seq
 
@@ -65,15 +65,20 @@ class MultiBin(Dynamic):
         arrivals = {seq.arrival for seq in waiting}
         news = {seq.arrival: self._length(seq) for seq in waiting if seq.arrival > self._newest}
         self._seen.extend(news.values())
-        ordered = sorted(self._seen)
-        bounds = [ordered[len(ordered) * k // self.bins] for k in range(1, self.bins) if ordered]
-        known = self._bin | {arrival: bisect_right(bounds, length) for arrival, length in news.items()}
+        bounds = self._bounds()
+        known = self._bin | {arrival: bisect_left(bounds, length) for arrival, length in news.items()}
         self._newest = max(self._newest, max(news, default=-1))
         self._bin = {arrival: known.get(arrival, 0) for arrival in arrivals}
         filled: dict[int, list[int]] = {}
         for arrival in dict.fromkeys(seq.arrival for seq in waiting if not seq.held):
             filled.setdefault(self._bin[arrival], []).append(arrival)
         return list(filled.values())
+
+    def _bounds(self) -> list[float]:
+        """The last length of each bin but the last."""
+        ordered = sorted(self._seen)
+        cuts = [len(ordered) * k // self.bins for k in range(1, self.bins)]
+        return [(ordered[cut - 1] + ordered[cut]) / 2 for cut in cuts if cut]
 
     def _length(self, seq: Sequence) -> int:
         request = seq.request
