@@ -93,6 +93,7 @@ def build_sim(
     timer: StepTimer,
     clock: VirtualClock,
     *,
+    scheduler_timer: StepTimer | None = None,
     depth: int = 1,
     seconds_budget: bool = False,
     check_invariants: bool = False,
@@ -100,8 +101,9 @@ def build_sim(
 ) -> EngineCore:
     """The engine that serves, with a SimExecutor that takes as long as `timer` says. `depth`: steps in flight.
 
-    `seconds_budget` also hands the timer to the scheduler, whose steps are then bounded in seconds too. `folder`: in
-    place of the one that `kv_offload` names, if it names any; by default one of its own, empty and at default rates.
+    `scheduler_timer`: what the scheduler predicts with, if that is another one. `seconds_budget` lets it bound its steps
+    in seconds too. `folder`: in place of the one that `kv_offload` names, if it names any; by default one of its own,
+    empty and at default rates.
     """
     store, wanted = None, offload_of(config.cache.kv_offload)
     if wanted is not None and wanted.remotes:
@@ -124,7 +126,7 @@ def build_sim(
         plan,
         executor,
         clock,
-        timer=timer,
+        timer=scheduler_timer or timer,
         seconds_budget=seconds_budget,
         check_invariants=check_invariants,
         store=None if store is None else store.settings,

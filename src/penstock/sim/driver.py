@@ -1,4 +1,7 @@
-"""The event loop of a simulation: requests arrive, the engine steps, an idle engine jumps to the next arrival."""
+"""The event loop of a run: requests arrive, the engine steps, an idle engine waits for the next arrival.
+
+On a virtual clock waiting is a jump; on the machine's clock (`sim.real`) the same loop sleeps.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import cast
 
 import numpy as np
 
-from penstock.base.clock import MonotonicClock, VirtualClock
+from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import EngineError, InputError
+from penstock.core.events import EngineStats
 from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
+from penstock.core.step_shape import StepShape
 from penstock.engine.core import EngineCore
 from penstock.kv.manager import KVManager
 from penstock.sim.memory import SHARES
@@ -22,6 +27,7 @@ from penstock.sim.tap import COUNTERS, LEVELS, StepTap
 from penstock.sim.timeline import Timeline
 from penstock.sim.workload import TimedRequest, Workload, prompt_ids
 
+Sample = tuple[StepShape, float]
 _NEVER = float("nan")
 _PROGRESS_STEPS = 256
 _GREEDY = TokenRules(temperature=0.0)
@@ -62,6 +68,16 @@ def hits_by_tier(kv: KVManager) -> dict[str, int]:
         "host": host,
         "disk": stats.num_store_hit_tokens,
     }
+
+
+def since(stats: EngineStats, before: EngineStats) -> EngineStats:
+    """What was counted after `before` was; peaks are those of all time."""
+    counts = {
+        name: value - getattr(before, name)
+        for name, value in vars(stats).items()
+        if isinstance(value, int | float) and not name.startswith("peak")
+    }
+    return replace(stats, **counts)
 
 
 class _Columns:
@@ -109,29 +125,31 @@ class _Live:
 
 def simulate(
     core: EngineCore,
-    clock: VirtualClock,
+    clock: Clock,
     workload: Workload,
     limits: SimLimits,
     *,
     label: str = "",
     digests: bool = False,
+    real: bool = False,
+    samples: list[Sample] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SimResult:
-    """Run a workload to its end through a fresh engine that lives on `clock`.
+    """Run a workload to its end through an idle engine that lives on `clock`.
 
-    Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
-    refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
-    it costs about as much as the simulation itself. `progress` is called every few hundred steps.
-
-    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and `clock`.
+        Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
+        refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
+    XX
+        Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and a virtual `clock`.
     """
-    return _Run(core, clock, workload, limits, label, digests).run(progress)
+    return _Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
 
 
 class _Run:
     def __init__(
-        self, core: EngineCore, clock: VirtualClock, workload: Workload, limits: SimLimits, label: str, digests: bool
-    ) -> None:
+        self, core: EngineCore, clock: Clock, workload: Workload, limits: SimLimits, label: str, digests: bool,
+        real: bool, samples: list[Sample] | None,
+    ) -> None:  # fmt: skip
         self.core = core
         self.clock = clock
         self.workload = workload
@@ -146,8 +164,13 @@ class _Run:
         self.start_s = clock.now()
         self.first_arrival_s: float | None = None
         self.timeline = Timeline(len(LEVELS), len(COUNTERS))
-        self.recording = core.recorder is not None
-        self.tap = StepTap(core, self.timeline, digests=digests, inner=core.recorder)
+        self.lists = real or core.recorder is not None
+        self.tokens: list[list[int]] | None = [] if real else None
+        self.samples = samples
+        self.ended_s: float | None = None
+        """When the step ended behind which nothing was waited for."""
+        self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
+        self.tap = StepTap(core, self.timeline, digests=digests, shapes=samples is not None, inner=core.recorder)
 
     def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
         wall = MonotonicClock()
@@ -167,7 +190,7 @@ class _Run:
                 elif upcoming is None:
                     break
                 else:
-                    self.clock.advance_to(self.start_s + upcoming.arrival_s)
+                    self._wait(self.start_s + upcoming.arrival_s)
         finally:
             self.core.recorder = outer
         self.tap.measure()
@@ -175,8 +198,14 @@ class _Run:
             progress(self._progress(wall.now() - began_s))
         return self._result(wall.now() - began_s)
 
+    def _wait(self, time_s: float) -> None:
+        self.ended_s = None
+        self.clock.wait_until(time_s)
+
     def _progress(self, wall_s: float) -> Progress:
-        return Progress(self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now(), wall_s)
+        return Progress(
+            self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now() - self.start_s, wall_s
+        )
 
     # -- arrivals ------------------------------------------------------------------------------------------------
 
@@ -226,20 +255,27 @@ class _Run:
         self.core.add(
             Request(
                 request_id=request_id,
-                # The engine only measures and copies a prompt, so the compact array serves it; a log needs a list.
-                prompt_token_ids=ids.tolist() if self.recording else cast("list[int]", ids),
+                # A simulated engine only measures and copies a prompt, so the compact array serves it.
+                prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
                 rules=_GREEDY,
                 max_tokens=request.num_output,
                 priority=request.priority,
                 arrival_s=self.start_s + request.arrival_s,
+                tenant=request.tenant,
+                weight=request.weight,
+                slo_tpot_s=request.slo_tpot_s,
+                expected_tokens=request.expected,
+                calls=list(request.calls),
             )
         )
+        if self.tokens is not None:
+            self.tokens.append([])
         self.timeline.count(request.arrival_s, (0, 0, 1, 0))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, upcoming: TimedRequest | None) -> None:
-        num_steps, computed, before_s = self.core.stats.num_steps, self.tap.num_computed, self.clock.now()
+        moved, computed, before_s = self.tap.num_moves, self.tap.num_computed, self.clock.now()
         outputs = self.core.step()
         now_s = self.clock.now()
         for request_id, started_s in self.tap.started:
@@ -250,16 +286,19 @@ class _Run:
             num_tokens = self._take(outputs, now_s - self.start_s)
         counts = (num_tokens, self.tap.num_computed - computed, 0, self.done - done_before)
         self.timeline.count(now_s - self.start_s, counts)
+        if self.samples is not None and self.tap.num_moves == moved + 2:
+            self.samples.append((self.tap.shape, now_s - (before_s if self.ended_s is None else self.ended_s)))
+        self.ended_s = now_s
         if not self.core.has_work:
             self.tap.measure()
-        if self.core.stats.num_steps == num_steps and now_s == before_s and not outputs:
+        if self.tap.num_moves == moved and not outputs:
             # A policy may hold everybody back until somebody else comes, but not for ever.
             times = [] if upcoming is None else [self.start_s + upcoming.arrival_s]
             if self.core.scheduler.wake_s is not None:
                 times.append(self.core.scheduler.wake_s)
             if not times:
                 raise EngineError("the engine has requests left, runs none of them, and nobody else will come")
-            self.clock.advance_to(min(times))
+            self._wait(min(times))
 
     def _take(self, outputs: list[EngineOutput], now_s: float) -> int:
         """Note the news of a step that ended at `now_s`; returns the tokens it brought."""
@@ -271,6 +310,8 @@ class _Run:
             n = len(out.token_ids)
             if n:
                 num_tokens += n
+                if self.tokens is not None:
+                    self.tokens[state.row].extend(out.token_ids)
                 last_s = state.last_s
                 if last_s != last_s:
                     columns.first_token_s[state.row] = now_s
@@ -321,11 +362,12 @@ class _Run:
             refused=dict(self.refused),
             truncated=self.truncated,
             failed=self.failed,
-            stats=replace(self.core.stats),
+            stats=since(self.core.stats, self.before),
             span_s=last_s - first_s,
             busy_s=self.tap.busy_s,
             wall_s=wall_s,
             digest=self.tap.digest,
             skipped_lines=self.workload.broken.count,
-            hits=hits_by_tier(self.core.kv),
+            hits={name: n - self.hits_before[name] for name, n in hits_by_tier(self.core.kv).items()},
+            tokens=() if self.tokens is None else tuple(map(tuple, self.tokens)),
         )

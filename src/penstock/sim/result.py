@@ -79,3 +79,5 @@ class SimResult:
     hits: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by the tier that had them; every admission counts, also those after preemptions.
     "queried": tokens of all prompts that looked."""
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """Of each request, where they were computed: runs on a real engine."""

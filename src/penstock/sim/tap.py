@@ -7,6 +7,7 @@ from hashlib import blake2b
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.events import MachineNews
 from penstock.core.request import Abort, Control, Request
+from penstock.core.step_shape import EMPTY, shape_of
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, digest
 from penstock.sim.memory import SHARES, SlotUse
@@ -23,11 +24,18 @@ class StepTap(Recorder):
     is submitted, with all its memory allotted, and hold until the next one is.
     """
 
-    def __init__(self, core: EngineCore, timeline: Timeline, *, digests: bool, inner: Recorder | None = None) -> None:
+    def __init__(
+        self, core: EngineCore, timeline: Timeline, *, digests: bool, shapes: bool = False,
+        inner: Recorder | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.started: list[tuple[str, float]] = []
         self.busy_s = 0.0
-        self.num_computed = 0
+        self.num_computed = self.num_moves = 0
+        """Tokens that were run; steps submitted, and collected."""
+        self.shape = EMPTY
+        """Of the step that was submitted last, with `shapes`."""
+        self._shapes = shapes
         self.slots = SlotUse(core.kv)
         self._core = core
         self._timeline = timeline
@@ -67,11 +75,15 @@ class StepTap(Recorder):
             if owner is not None:
                 self.started.append((owner, now_s))
         self.num_computed += output.num_tokens
+        self.num_moves += 1
+        if self._shapes:
+            self.shape = shape_of(output.scheduled)
         self.measure()
 
     def collected(self, result: StepOutput) -> None:
         if self._inner is not None:
             self._inner.collected(result)
+        self.num_moves += 1
         self.busy_s += result.duration_s
 
     def measure(self) -> None:

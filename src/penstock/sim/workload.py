@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import InputError
+from penstock.core.request import ApiCall
 
 MAX_TOKENS = 2**24
 """Longest prompt or output of a workload: far above any context, far below what would hurt."""
@@ -31,7 +32,7 @@ class TimedRequest:
         tenant, session: labels; "" if there is none.
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
-        priority: as in `Request`.
+        priority, tenant, weight, slo_tpot_s, calls: as in `Request`; expected: its `expected_tokens`.
     """
 
     arrival_s: float
@@ -41,6 +42,10 @@ class TimedRequest:
     session: str = ""
     blocks: tuple[int, ...] = ()
     priority: int = 0
+    weight: float = 1.0
+    slo_tpot_s: float | None = None
+    expected: int = 0
+    calls: tuple[ApiCall, ...] = ()
 
 
 @dataclass
