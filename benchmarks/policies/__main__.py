@@ -29,7 +29,7 @@ from penstock.report.tables import table as make_table
 
 HERE = Path(__file__).resolve().parent
 STEPS = HERE / "steps.json"
-NOT_CASES = ("__main__", "case", "compare", "loads")
+NOT_CASES = ("__main__", "case", "compare", "loads", "predicted")
 
 
 def cases() -> dict[str, Case]:

@@ -1,5 +1,4 @@
-"""Lengths where requests are made: predicted before they are handed in, told by /metrics, and never a token's business.
-"""
+"""Lengths where requests are made: predicted before they go in, told by /metrics, and never a token's business."""
 
 from __future__ import annotations
 
@@ -63,8 +62,13 @@ def test_A15_a_server_asks_its_model_first_and_the_answer_stays_the_same() -> No
             answers[predictor] = (answer["choices"][0]["text"], answer["usage"]["completion_tokens"])
             if predictor is not None:
                 found = scrape(server.url)
-                assert found["penstock:requests_total{ending=length,endpoint=length}"] == 1, "the question costs, and is told"
-                told = found["penstock:length_prediction_unknown_total"] + found["penstock:length_prediction_outputs_total"]
+                assert found["penstock:requests_total{ending=length,endpoint=length}"] == 1, (
+                    "the question costs, and is told"
+                )
+                told = (
+                    found["penstock:length_prediction_unknown_total"]
+                    + found["penstock:length_prediction_outputs_total"]
+                )
                 assert told == 1, "the question is no request of anybody"
     assert answers[None] == answers["asked"]
     assert [r.request_id.endswith("-length") for r in asked] == [False, True, False]
@@ -83,7 +87,9 @@ def test_A15_offline_too_the_model_is_asked_first() -> None:
     core.recorder = Recorder()
     got = llm.generate(PROMPTS, params)
     taken = intake(core)
-    assert [r.request_id.endswith("-length") for r in taken] == [True] * 3 + [False] * 4, "too short an answer: not asked"
+    assert [r.request_id.endswith("-length") for r in taken] == [True] * 3 + [False] * 4, (
+        "too short an answer: not asked"
+    )
     assert [r.expected_tokens for r in taken[3:]] == [17, 0, 0, 13]
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plain.generate(PROMPTS, params)]
     assert lengths.accuracy.num == lengths.accuracy.num_unknown == 2
@@ -105,8 +111,8 @@ class Says:
 @pytest.mark.parametrize("policy", ["s3", "multi-bin:bins=2,size=2", "length-aware:size=2,group=4"])
 def test_A16_policies_by_length_serve_a_real_model_the_same_tokens(policy: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    found = [
-        [o.outputs[0].token_ids for o in LLM(bundled(), ops="ref", max_model_len=256, **settings).generate(PROMPTS, params)]
-        for settings in ({}, {"scheduling_policy": policy, "length_predictor": "oracle:noise=0.5"})
-    ]  # fmt: skip
+    found = []
+    for settings in ({}, {"scheduling_policy": policy, "length_predictor": "oracle:noise=0.5"}):
+        llm = LLM(bundled(), ops="ref", max_model_len=256, **settings)
+        found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)])
     assert found[0] == found[1]

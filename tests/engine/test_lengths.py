@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -214,7 +215,8 @@ def test_who_outgrows_a_bucket_is_expected_to_come_to_twice_as_many_tokens() -> 
     one = request([3], max_tokens=200, expected_tokens=20)
     assert [room_for(one, n) for n in (0, 23, 24, 47, 48, 95, 96, 199)] == [24, 24, 48, 48, 96, 96, 192, 200]
     assert room_for(request([3], max_tokens=200), 5) == 200, "nobody has predicted it"
-    assert room_for(request([3], max_tokens=10, expected_tokens=20), 0) == 10
+    assert room_for(request([3], max_tokens=22, expected_tokens=20), 0) == 22
+    assert room_for(request([3], max_tokens=10, expected_tokens=20), 0) == 20, "a simulated prediction may be wrong"
 
 
 # -- A14: S3 ---------------------------------------------------------------------------------------------------------
@@ -278,7 +280,9 @@ def test_A14_every_misprediction_is_recovered_with_the_same_tokens(allocator: st
         core.add(one)
     drain(core, collector, limit=5000)
     assert_idle(core)
-    wrong = sum(0 < r.expected_tokens and room_for(r, 0) < len(collector.requests[r.request_id].tokens[0]) for r in load)
+    wrong = sum(
+        r.expected_tokens > 0 and room_for(r, 0) < len(collector.requests[r.request_id].tokens[0]) for r in load
+    )
     print(allocator, depth, wrong, "outgrew their rooms;", core.stats.num_preemptions, "preemptions")
     assert wrong >= 5
     assert core.stats.num_preemptions > 0
@@ -430,7 +434,7 @@ def test_A16_throughput_rises_with_the_bins_and_is_what_the_formula_says(wrong: 
         )  # fmt: skip
         rates.append(len(load) / served.end_s)
     print("wrong" if wrong else "exact", [round(r, 2) for r in rates], [round(bound(k), 2) for k in (1, 2, 4, 8)])
-    assert all(b > 0.99 * a for a, b in zip(rates, rates[1:], strict=False)), "not monotonic within noise"
+    assert all(b > 0.99 * a for a, b in pairwise(rates)), "not monotonic within noise"
     assert rates[3] > 1.1 * rates[0]
     if not wrong:
         assert rates == [pytest.approx(bound(k), rel=0.1) for k in (1, 2, 4, 8)]

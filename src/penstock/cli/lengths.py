@@ -1,4 +1,4 @@
-"""`penstock lengths MODEL --data FILE`: what predictors of lengths make of answers that were given, and a table of it."""
+"""`penstock lengths MODEL --data FILE`: a table of lengths, learned from answers that were given."""
 
 from __future__ import annotations
 

@@ -38,12 +38,14 @@ def _rounded(num_tokens: int) -> int:
 def room_for(request: Request, num_generated: int) -> int:
     """Tokens of output that a sample with `num_generated` is expected to come to: the end of its bucket.
 
-    A sample that outgrows its bucket is expected to come to twice as many; none to more than max_tokens. Without a
-    prediction: max_tokens. Source: Jin et al., S3, arXiv 2306.06000, section 4 (twice the memory at a misprediction).
+    A sample that outgrows its bucket is expected to come to twice as many; none to more than max_tokens, or than a
+    prediction that is larger (in simulations max_tokens is the true length, and a wrong prediction stays wrong).
+    Without a prediction: max_tokens. Source: Jin et al., S3, arXiv 2306.06000, section 4 (twice the memory at a
+    misprediction).
     """
     if not request.expected_tokens:
         return request.max_tokens
     room = _rounded(request.expected_tokens)
     while room <= num_generated:
         room *= 2
-    return min(room, request.max_tokens)
+    return min(room, max(request.max_tokens, request.expected_tokens))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
     from penstock.core.page_ops import LoadOp, StoreOp
+    from penstock.core.request import Request
     from penstock.core.sampling import TokenRules
     from penstock.core.selection import PageReads
     from penstock.core.sequence import Sequence

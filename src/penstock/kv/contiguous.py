@@ -79,7 +79,8 @@ class ContiguousManager(KVManager):
         elif self.reserve == "oracle":
             tokens = seq.prompt_len + seq.request.max_tokens - 1
         elif self.reserve == "predicted":
-            tokens = seq.prompt_len + room_for(seq.request, known - seq.prompt_len) - 1
+            room = room_for(seq.request, known - seq.prompt_len)
+            tokens = min(seq.prompt_len + room - 1, self.max_model_len)
         else:
             tokens = min(1 << (known - 1).bit_length(), self.max_model_len)
         least = min((self.pools[g].num_slabs for g in self._paged), default=0)

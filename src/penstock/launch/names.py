@@ -23,7 +23,8 @@ from penstock.select import KV_SELECTORS
 def check_names(config: EngineConfig) -> None:
     """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened.
 
-    Plugins are imported, since they add names, and the scheduling policy and the length predictor, whose knobs are looked at; no other part is.
+    Plugins are imported, since they add names, and so are the scheduling policy and the length predictor, whose knobs
+    are looked at; no other part is.
     """
     load_plugins(config.execution.plugin)
     PREFIX_CACHES.target(config.cache.prefix_cache)

@@ -25,7 +25,7 @@ from penstock.lengths import refused
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
-QUESTION = "(My complete answer will have about this many words:"
+QUESTION = "[Word count of the complete answer:"
 TOKENS_PER_WORD = 1.4
 MOST_OPEN = 4096
 """Requests whose word is remembered until they end; of more, the oldest are not learned from."""
@@ -64,7 +64,7 @@ class Asked:
         found = None
         if self.tokenizer is not None and answer:
             found = re.search(r"\d+", self.tokenizer.decode(list(answer)).replace(",", ""))
-        if found is None or not 0 < (words := int(found[0][:9])):
+        if found is None or not (words := int(found[0][:9])) > 0:
             return 0
         self._said[request.request_id] = words
         while len(self._said) > MOST_OPEN:

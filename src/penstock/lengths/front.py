@@ -50,6 +50,5 @@ class ExpectedLengths:
 
 
 def generates(request: Request) -> bool:
-    """Whether its samples have lengths of their own: not beams, vectors, prefetches, nor what ends at its first token.
-    """
+    """Whether its samples have lengths of their own: not beams, vectors, prefetches, nor what has one token at most."""
     return not (request.whole or request.prefetches or request.max_tokens == 1)

@@ -133,7 +133,8 @@ class Learned:
         """Probabilities [BUCKETS]."""
         scores = self._weights[places].sum(axis=0) / np.float32(np.sqrt(len(places)))
         odds: npt.NDArray[np.float32] = np.exp(scores - scores.max())
-        return odds / odds.sum()
+        odds /= odds.sum()
+        return odds
 
     def _update(self, example: Example) -> None:
         places, bucket = example

@@ -59,4 +59,5 @@ def rank_correlation(xs: Seq[float], ys: Seq[float]) -> float | None:
 def _ranks(values: Seq[float]) -> npt.NDArray[np.float64]:
     _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[places]  # type: ignore[no-any-return]
+    ranks: npt.NDArray[np.float64] = (ends - (counts - 1) / 2)[places]
+    return ranks

@@ -54,10 +54,9 @@ class Reserve:
         if self.share == 0:
             return 0
         if self._of_running[0] != len(running):
-            sums = [0, 0]
-            for seq in running:
-                sums[seq.request.expected_tokens > 0] += _left(seq)
-            self._of_running = (len(running), *sums)
+            unknown = sum(_left(seq) for seq in running if not seq.request.expected_tokens)
+            known = sum(_left(seq) for seq in running if seq.request.expected_tokens)
+            self._of_running = (len(running), unknown, known)
         _, unknown, known = self._of_running
         if newcomer.request.expected_tokens > 0:
             return int(self.share * unknown) + known + _left(newcomer)

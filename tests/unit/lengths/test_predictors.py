@@ -17,7 +17,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.launch.bundled import bundled_model
 from penstock.launch.names import check_names
-from penstock.lengths import LENGTH_PREDICTORS, make_predictor
+from penstock.lengths import make_predictor
 from penstock.lengths.asked import Asked
 from penstock.lengths.front import ExpectedLengths
 from penstock.lengths.history import MAX_CLASSES, History
@@ -28,7 +28,9 @@ from penstock.lengths.taught import Example, taught
 
 def ask(prompt: list[int] | int = 20, max_tokens: int = 256, **kw: Any) -> Request:
     ids = [5] * prompt if isinstance(prompt, int) else prompt
-    return Request(request_id=kw.pop("name", "r"), prompt_token_ids=ids, rules=TokenRules(), max_tokens=max_tokens, **kw)
+    return Request(
+        request_id=kw.pop("name", "r"), prompt_token_ids=ids, rules=TokenRules(), max_tokens=max_tokens, **kw
+    )
 
 
 class Words:
@@ -39,34 +41,6 @@ class Words:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
-
-
-@pytest.fixture(params=LENGTH_PREDICTORS.names())
-def predictor(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def test_what_every_predictor_owes(predictor: str) -> None:
-    """Within 0 to max_tokens whatever it has seen; the same for the same history; a question only over the prompt."""
-    said = []
-    for _ in range(2):
-        made, rng, mine = make_predictor(predictor, Words()), random.Random(3), []  # type: ignore[arg-type]
-        assert made.name == predictor
-        for i in range(80):
-            one = ask([rng.randrange(1000) for _ in range(rng.randrange(1, 400))], rng.choice([2, 40, 3000]), name=f"{i}")
-            question = made.question(one)
-            if question is not None:
-                assert question.prompt_token_ids[: len(one.prompt_token_ids)] == one.prompt_token_ids
-                assert len(question.prompt_token_ids) + question.max_tokens <= len(one.prompt_token_ids) + one.max_tokens
-                assert question.namespace == one.namespace
-            answer = Words().encode_inner(rng.choice(["12", "about 400 words", "many", "0", "9" * 40]))
-            mine.append(made.predict(one, answer))
-            assert 0 <= mine[-1] <= one.max_tokens
-            if rng.random() < 0.8:
-                made.learn(one, rng.randrange(1, one.max_tokens + 1))
-        said.append(mine)
-    assert said[0] == said[1]
-    assert any(said[0])
 
 
 def test_history_knows_tenants_and_prompt_lengths_and_falls_back_on_everybody() -> None:
@@ -93,7 +67,9 @@ def topical(seed: int, n: int) -> list[Example]:
     rng, found = random.Random(seed), []
     for _ in range(n):
         topic = rng.randrange(4)
-        prompt = [100 * topic + rng.randrange(8) if rng.random() < 0.3 else rng.randrange(1000, 9000) for _ in range(40)]
+        prompt = [
+            100 * topic + rng.randrange(8) if rng.random() < 0.3 else rng.randrange(1000, 9000) for _ in range(40)
+        ]
         found.append(Example(prompt, 512, max(1, round((10, 40, 110, 300)[topic] * rng.uniform(0.85, 1.15)))))
     return found
 
