@@ -29,9 +29,9 @@ from penstock import LLM, SamplingParams
 from penstock.core.protocols import LengthPredictor
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
-from penstock.lengths.asked import QUESTION, Asked
-from penstock.lengths.history import History
-from penstock.lengths.learned import Learned
+from penstock.lengths.asked import QUESTION, AskedPredictor
+from penstock.lengths.history import HistoryPredictor
+from penstock.lengths.learned import LearnedPredictor
 from penstock.lengths.score import Accuracy
 
 TASKS = ("spec_bench", "gsm8k_test", "mbpp", "truthfulqa", "nq_open_oracle")
@@ -95,7 +95,7 @@ def answered(llm: LLM, asked: Sequence[tuple[str, str]], most: int) -> list[Answ
 def scored(predictor: LengthPredictor, answers: Sequence[Answer], most: int) -> Accuracy:
     """Each is predicted from those before it."""
     score, kept = Accuracy(), Kept()
-    if isinstance(predictor, Asked):
+    if isinstance(predictor, AskedPredictor):
         predictor.tokenizer = kept  # type: ignore[assignment]
     for number, one in enumerate(answers):
         request = Request(
@@ -158,7 +158,7 @@ def main() -> None:
         return
     rows = [
         row(predictor.name, scored(predictor, answers, args.tokens))
-        for predictor in (Always(), History(quantile=0.5), Learned(quantile=0.5), Asked())
+        for predictor in (Always(), HistoryPredictor(quantile=0.5), LearnedPredictor(quantile=0.5), AskedPredictor())
     ]
     show(Console(), "lengths of answers", COLUMNS, rows)
     print(summary(answers))

@@ -35,8 +35,8 @@ def lengths(args: argparse.Namespace) -> int:
     from penstock.families.registry import open_model
     from penstock.launch.hub import local_path
     from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-    from penstock.lengths.history import History
-    from penstock.lengths.learned import Learned
+    from penstock.lengths.history import HistoryPredictor
+    from penstock.lengths.learned import LearnedPredictor
     from penstock.lengths.taught import Example, taught
     from penstock.report.tables import table
 
@@ -47,9 +47,9 @@ def lengths(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(files, checkpoint.spec)
     examples = [Example(*found) for found in _read(Path(args.data), tokenizer)]
     split = len(examples) - int(args.held_out * len(examples))
-    learned = Learned()
+    learned = LearnedPredictor()
     rows = []
-    for predictor in (History(), learned):
+    for predictor in (HistoryPredictor(), learned):
         score = taught(predictor, examples[:split], examples[split:])
         if score.num:
             shares = (score.num_hits / score.num, score.num_outgrown / score.num)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 LENGTH_PREDICTORS: Registry[Callable[..., LengthPredictor], None] = Registry("length_predictor")
-LENGTH_PREDICTORS.add("asked", "penstock.lengths.asked:Asked")
-LENGTH_PREDICTORS.add("history", "penstock.lengths.history:History")
-LENGTH_PREDICTORS.add("learned", "penstock.lengths.learned:Learned")
-LENGTH_PREDICTORS.add("oracle", "penstock.lengths.oracle:Oracle")
+LENGTH_PREDICTORS.add("asked", "penstock.lengths.asked:AskedPredictor")
+LENGTH_PREDICTORS.add("history", "penstock.lengths.history:HistoryPredictor")
+LENGTH_PREDICTORS.add("learned", "penstock.lengths.learned:LearnedPredictor")
+LENGTH_PREDICTORS.add("oracle", "penstock.lengths.oracle:OraclePredictor")
 
 
 def make_predictor(name: str, tokenizer: Tokenizer | None = None) -> LengthPredictor:

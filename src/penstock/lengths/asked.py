@@ -31,7 +31,7 @@ MOST_OPEN = 4096
 """Requests whose word is remembered until they end; of more, the oldest are not learned from."""
 
 
-class Asked:
+class AskedPredictor:
     """Args:
     tokens: of the model's word, at most, >= 1.
     window: ended requests from which the tokens of a word are learned, >= 1.

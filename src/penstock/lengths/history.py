@@ -21,7 +21,7 @@ MAX_CLASSES = 4096
 _Class = tuple[str | bytes | int, ...]
 
 
-class History:
+class HistoryPredictor:
     """Args:
     quantile: of the lengths seen, that is told, (0, 1]. More reserves more and is outgrown less often.
     window: lengths that a class remembers, >= 1.

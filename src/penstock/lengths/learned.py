@@ -59,7 +59,7 @@ def features(prompt: Seq[int], max_tokens: int) -> Features:
     return np.unique((keys >> np.uint64(64 - 14)).astype(np.int64))
 
 
-class Learned:
+class LearnedPredictor:
     """Args:
     file: a table that `penstock lengths` wrote; "": it begins knowing nothing.
     quantile: of the predicted distribution, that is told, (0, 1].

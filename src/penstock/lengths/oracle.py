@@ -24,7 +24,7 @@ def noisy(num_tokens: int, noise: float, seed: int, name: str) -> int:
     return max(1, round(num_tokens * math.exp(noise * drawn)))
 
 
-class Oracle:
+class OraclePredictor:
     """Args: noise: sigma of the factor's logarithm, >= 0; seed: of its draws."""
 
     name = "oracle"

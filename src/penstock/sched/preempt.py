@@ -1,14 +1,25 @@
-"""How a preempted sequence gets its cache back."""
+"""Who gives memory up without being asked, and how a preempted sequence gets its cache back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import EMPTY
 
 if TYPE_CHECKING:
-    from penstock.core.protocols import StepTimer
+    from penstock.core.protocols import SchedulingPolicy, StepTimer
     from penstock.kv.swap import Swaps
+
+
+class PolicyQueues(Protocol):
+    """The scheduler, as far as it concerns whom its policy sends back."""
+
+    policy: SchedulingPolicy
+    waiting: list[Sequence]
+    running: list[Sequence]
+
+    def preempt(self, seq: Sequence) -> None: ...
 
 
 def prefers_swap(mode: str, timer: StepTimer | None, swaps: Swaps, num_computed: int) -> bool:
@@ -22,3 +33,12 @@ def prefers_swap(mode: str, timer: StepTimer | None, swaps: Swaps, num_computed:
         return False
     copies_s = 2 * timer.copy_s(swaps.num_bytes(num_computed))
     return copies_s < timer.step_s(EMPTY.plus(0, num_computed))
+
+
+def send_back(scheduler: PolicyQueues) -> bool:
+    """Preempt whom the policy sends back to the queue; whether it would send somebody on whom a step still works."""
+    leaving = scheduler.policy.leaves(scheduler.running, scheduler.waiting)
+    for seq in leaving:
+        if seq.num_inflight == 0 and seq.status is Status.RUNNING:
+            scheduler.preempt(seq)
+    return any(seq.status is Status.RUNNING for seq in leaving)

@@ -18,7 +18,7 @@ from penstock.kv.backing import RETRY_S
 from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.pauses import Pauses, tokens_left
-from penstock.sched.preempt import prefers_swap
+from penstock.sched.preempt import prefers_swap, send_back
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
 from penstock.sched.rows import count_found, row_of
@@ -194,7 +194,7 @@ class Scheduler:
         self.pauses.begin_step(now_s)
         self.policy.begin_step(now_s, self.kv)
         self.reserve.begin_step()
-        stays = self._let_go()
+        stays = send_back(self)
         # Whoever is in flight cannot make room for others.
         promising = not (idle or stays or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.kv.hints.begin_step(now_s)
@@ -227,14 +227,9 @@ class Scheduler:
                         if self._clockwork is not None:
                             self._clockwork.add(start, 1 + row.num_drafts, True)
                         continue
-                if one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None:
-                    # A decode in a block of its own, which is nearly every row of nearly every step.
-                    rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
-                    budget -= 1
-                    num_decodes += 1
-                    decode_context += start + 1
-                    continue
-                if promising and may_promise(self.kv, seq, start):
+                # A decode in a block of its own, which is nearly every row of nearly every step; or one that is promised.
+                plain = one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None
+                if plain or (promising and may_promise(self.kv, seq, start)):
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
                     budget -= 1
                     num_decodes += 1
@@ -331,14 +326,6 @@ class Scheduler:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
         key = self.policy.key(seq)
         return any(other.num_inflight and self.policy.key(other) > key for other in self.running)
-
-    def _let_go(self) -> bool:
-        """Whom the policy sends back to the queue; whether it would send somebody who is in flight."""
-        leaving = self.policy.leaves(self.running, self.waiting)
-        for seq in leaving:
-            if seq.num_inflight == 0 and seq.status is Status.RUNNING:
-                self.preempt(seq)
-        return any(seq.status is Status.RUNNING for seq in leaving)
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""

@@ -18,10 +18,10 @@ from penstock.core.sampling import TokenRules
 from penstock.launch.bundled import bundled_model
 from penstock.launch.names import check_names
 from penstock.lengths import make_predictor
-from penstock.lengths.asked import Asked
+from penstock.lengths.asked import AskedPredictor
 from penstock.lengths.front import ExpectedLengths
-from penstock.lengths.history import MAX_CLASSES, History
-from penstock.lengths.learned import Learned
+from penstock.lengths.history import MAX_CLASSES, HistoryPredictor
+from penstock.lengths.learned import LearnedPredictor
 from penstock.lengths.score import Accuracy, rank_correlation
 from penstock.lengths.taught import Example, taught
 
@@ -44,7 +44,7 @@ class Words:
 
 
 def test_history_knows_tenants_and_prompt_lengths_and_falls_back_on_everybody() -> None:
-    history = History(quantile=0.5, least=4)
+    history = HistoryPredictor(quantile=0.5, least=4)
     for _ in range(4):
         history.learn(ask(20, tenant="a"), 10)
         history.learn(ask(200, tenant="a"), 100)
@@ -55,8 +55,8 @@ def test_history_knows_tenants_and_prompt_lengths_and_falls_back_on_everybody() 
     assert history.predict(ask(900, tenant="b"), ()) == 50, "of this tenant with any prompt"
     assert history.predict(ask(20, tenant="c"), ()) == 50, "of anybody: the median of 10, 50 and 100"
     assert history.predict(ask(20, max_tokens=7, tenant="a"), ()) == 7
-    assert History().predict(ask(), ()) == 0
-    assert History(quantile=1.0).predict(ask(), ()) == 0
+    assert HistoryPredictor().predict(ask(), ()) == 0
+    assert HistoryPredictor(quantile=1.0).predict(ask(), ()) == 0
     for i in range(MAX_CLASSES):
         history.learn(ask(tenant=f"t{i}"), 3)
     assert len(history._seen) <= MAX_CLASSES
@@ -76,8 +76,8 @@ def topical(seed: int, n: int) -> list[Example]:
 
 def test_learned_tells_topics_apart_where_history_cannot(tmp_path: Path) -> None:
     known, asked = topical(1, 400), topical(2, 100)
-    learned = Learned()
-    scores = {p.name: taught(p, known, asked) for p in (learned, History())}
+    learned = LearnedPredictor()
+    scores = {p.name: taught(p, known, asked) for p in (learned, HistoryPredictor())}
     print({n: (s.num_hits / s.num, s.error_tokens / s.num, s.correlation) for n, s in scores.items()})
     good, plain = scores["learned"], scores["history"]
     assert good.num == plain.num == 100
@@ -94,7 +94,7 @@ def test_a_table_that_is_none_is_refused_in_a_sentence(tmp_path: Path) -> None:
     from penstock.formats.safetensors_out import write_safetensors
 
     good, bad = tmp_path / "good", tmp_path / "bad"
-    Learned().save(good)
+    LearnedPredictor().save(good)
     for break_it in (
         lambda: bad.write_bytes(good.read_bytes()[:-10]),
         lambda: bad.write_text("lengths"),
@@ -113,7 +113,7 @@ def test_a_table_that_is_none_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_asked_reads_the_first_number_and_learns_what_a_word_comes_to() -> None:
-    asked = Asked()
+    asked = AskedPredictor()
     asked.tokenizer = Words()  # type: ignore[assignment]
     one = ask(name="a")
     question = asked.question(one)
@@ -128,7 +128,7 @@ def test_asked_reads_the_first_number_and_learns_what_a_word_comes_to() -> None:
         asked.learn(ask(name=f"b{i}"), 30)
     assert asked.predict(one, said("10")) == 30
     assert asked.question(ask(max_tokens=10)) is None, "the question is longer than the answer"
-    assert Asked().question(one) is None, "no tokenizer"
+    assert AskedPredictor().question(one) is None, "no tokenizer"
 
 
 def test_accuracy_counts_hits_what_was_longer_and_correlates_by_rank() -> None:
@@ -149,7 +149,7 @@ def ended(request: Request, lengths: list[int], reason: str = "stop") -> Request
 
 
 def test_a_front_end_learns_only_from_what_ended_by_itself() -> None:
-    lengths = ExpectedLengths(History(least=1))
+    lengths = ExpectedLengths(HistoryPredictor(least=1))
     one = lengths.expect(ask())
     assert one.expected_tokens == 0
     for reason in ("abort", "error", "timeout", "repetition"):
@@ -163,7 +163,7 @@ def test_a_front_end_learns_only_from_what_ended_by_itself() -> None:
 
 
 def test_the_answer_to_a_question_is_no_length_of_anything() -> None:
-    asked = Asked()
+    asked = AskedPredictor()
     asked.tokenizer = Words()  # type: ignore[assignment]
     lengths = ExpectedLengths(asked)
     question = lengths.question(ask())
