@@ -37,7 +37,7 @@ def lengths(args: argparse.Namespace) -> int:
     from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
     from penstock.lengths.history import HistoryPredictor
     from penstock.lengths.learned import LearnedPredictor
-    from penstock.lengths.taught import Example, taught
+    from penstock.lengths.taught import EndedRequest, taught
     from penstock.report.tables import table
 
     if not 0 <= args.held_out < 1:
@@ -45,7 +45,7 @@ def lengths(args: argparse.Namespace) -> int:
     checkpoint = open_model(local_path(args.model))
     files = checkpoint.tokenizer if args.tokenizer is None else named_tokenizer(args.tokenizer, checkpoint)
     tokenizer = load_tokenizer(files, checkpoint.spec)
-    examples = [Example(*found) for found in _read(Path(args.data), tokenizer)]
+    examples = [EndedRequest(*found) for found in _read(Path(args.data), tokenizer)]
     split = len(examples) - int(args.held_out * len(examples))
     learned = LearnedPredictor()
     rows = []

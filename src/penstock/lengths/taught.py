@@ -11,7 +11,7 @@ from penstock.core.sampling import TokenRules
 from penstock.lengths.score import Accuracy
 
 
-class Example(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that has ended, in tokens."""
 
     prompt: list[int]
@@ -24,7 +24,7 @@ class Example(NamedTuple):
         )
 
 
-def taught(predictor: LengthPredictor, known: Iterable[Example], asked: Iterable[Example]) -> Accuracy:
+def taught(predictor: LengthPredictor, known: Iterable[EndedRequest], asked: Iterable[EndedRequest]) -> Accuracy:
     """Learn from `known`, in order; predict `asked`, of which nothing is learned. Mutates `predictor`."""
     for number, example in enumerate(known):
         predictor.learn(example.request(number), example.num_generated)

@@ -227,7 +227,7 @@ class Scheduler:
                         if self._clockwork is not None:
                             self._clockwork.add(start, 1 + row.num_drafts, True)
                         continue
-                # A decode in a block of its own, which is nearly every row of nearly every step; or one that is promised.
+                # A decode in a block of its own, which is nearly every row of nearly every step; or promised.
                 plain = one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None
                 if plain or (promising and may_promise(self.kv, seq, start)):
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))

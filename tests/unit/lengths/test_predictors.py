@@ -23,7 +23,7 @@ from penstock.lengths.front import ExpectedLengths
 from penstock.lengths.history import MAX_CLASSES, HistoryPredictor
 from penstock.lengths.learned import LearnedPredictor
 from penstock.lengths.score import Accuracy, rank_correlation
-from penstock.lengths.taught import Example, taught
+from penstock.lengths.taught import EndedRequest, taught
 
 
 def ask(prompt: list[int] | int = 20, max_tokens: int = 256, **kw: Any) -> Request:
@@ -62,7 +62,7 @@ def test_history_knows_tenants_and_prompt_lengths_and_falls_back_on_everybody() 
     assert len(history._seen) <= MAX_CLASSES
 
 
-def topical(seed: int, n: int) -> list[Example]:
+def topical(seed: int, n: int) -> list[EndedRequest]:
     """Prompts of four topics; one word in three is the topic's, whose answers are of about one length."""
     rng, found = random.Random(seed), []
     for _ in range(n):
@@ -70,7 +70,7 @@ def topical(seed: int, n: int) -> list[Example]:
         prompt = [
             100 * topic + rng.randrange(8) if rng.random() < 0.3 else rng.randrange(1000, 9000) for _ in range(40)
         ]
-        found.append(Example(prompt, 512, max(1, round((10, 40, 110, 300)[topic] * rng.uniform(0.85, 1.15)))))
+        found.append(EndedRequest(prompt, 512, max(1, round((10, 40, 110, 300)[topic] * rng.uniform(0.85, 1.15)))))
     return found
 
 
