@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 STEPS = HERE / "steps.json"
 SAYS_SOMETHING = 3
 """Rounds from which on an interval is shown."""
-NOT_CASES = ("__main__", "case", "compare", "loads")
+NOT_CASES = ("__main__", "case", "compare", "loads", "predicted")
 
 
 def cases() -> dict[str, Case]:

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("eval:eval_", "how well a model does: tasks with intervals, a page, a gate for releases"),
     "cap": ("cap:cap", "what settings do to context, accuracy and performance, and what they claim"),
     "datastore": ("datastore:datastore", "texts to draft from, for the drafter rest"),
+    "lengths": ("lengths:lengths", "teach a predictor of output lengths; how well it does"),
     "cache": ("cache:cache", "what a folder of KV blocks holds; delete, pin, evict, warm, serve"),
     "pull": ("models:models", "bring a model by name, or name one of yours"),
     "list": ("models:models", "the models that were pulled; --available: those that can be"),

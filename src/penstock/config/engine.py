@@ -111,8 +111,8 @@ class CacheConfig(Section):
     kv_allocator: str = setting(
         "paged",
         "How sequences get KV memory. paged: blocks on demand; modules: and prompt_cache; layerkv: layers wait in "
-        "swap_space if it is short. Baselines: contiguous, contiguous-pow2, contiguous-oracle: runs; virtual: "
-        "addresses; vtensor: chunks.",
+        "swap_space if short. Baselines: contiguous, contiguous-pow2, -oracle, -predicted (length_predictor): runs; "
+        "virtual: addresses; vtensor: chunks.",
     )
     module_chunk_tokens: int = setting(
         0,
@@ -255,6 +255,11 @@ class SchedulerConfig(Section):
     """Who runs, and how much per step."""
 
     scheduling_policy: str = setting("fcfs", "Who is served first.")
+    length_predictor: str | None = setting(
+        None,
+        "Who says how long an output will be: history, learned, asked, oracle; knobs as NAME:knob=value. Memory is set "
+        "aside by it, and policies that look at lengths go by it.",
+    )
     max_num_seqs: int | None = setting(None, "Sequences running at once; by default 64.", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None, "Token budget of one step; by default 512, more if other settings need it.", minimum=1

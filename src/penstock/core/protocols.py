@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
     from penstock.core.page_ops import LoadOp, StoreOp
+    from penstock.core.request import Request
     from penstock.core.sampling import TokenRules
     from penstock.core.selection import PageReads
     from penstock.core.sequence import Sequence
@@ -109,6 +110,9 @@ class SchedulingPolicy(Protocol):
     """Sequences in one step at most: the others keep their memory and pause. 0: no bound."""
     spare: float
     """Share of the memory that is kept free by copying those that pause to a tier. 0: nobody is copied ahead."""
+    packs: bool
+    """Whether a waiting sequence that does not fit lets those behind it in `order` pass. Who says so must see to it
+    that nobody is passed for ever."""
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Called before each step. `now_s` is the only time a policy may look at; `kv` (KVManager) answers `match`."""
@@ -122,6 +126,13 @@ class SchedulingPolicy(Protocol):
         """Candidates of this step, first served first; both queues come sorted by `key`.
 
         May leave sequences out; must not starve any for ever.
+        """
+        ...
+
+    def leaves(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> Seq[Sequence]:
+        """Who gives its memory up before this step, although nobody has asked for it, and waits again.
+
+        Whoever a step in flight works on stays, and is asked about again.
         """
         ...
 
@@ -151,6 +162,27 @@ class SchedulingPolicy(Protocol):
 
     def victim(self, running: Seq[Sequence], needy: Sequence) -> Sequence | None:
         """Whom to preempt so that `needy` gets memory; `needy` itself if nobody should yield to it."""
+        ...
+
+
+class LengthPredictor(Protocol):
+    """How many tokens a sample will have, told before it begins, where requests are made (`penstock.lengths`).
+
+    What it says goes into the request (`Request.expected_tokens`), and so into the log of a run: the engine never asks.
+    """
+
+    name: str
+
+    def question(self, request: Request) -> Request | None:
+        """What the model is to be asked first, in few tokens and over the same prompt; None: nothing."""
+        ...
+
+    def predict(self, request: Request, answer: Seq[int]) -> int:
+        """Tokens of a sample, 1 to max_tokens; 0: it does not know. `answer`: what came of `question`, ids."""
+        ...
+
+    def learn(self, request: Request, num_generated: int) -> None:
+        """One sample of `request` has ended with so many tokens, by itself or at max_tokens."""
         ...
 
 

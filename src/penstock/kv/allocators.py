@@ -56,6 +56,11 @@ def contiguous_oracle(*args: Any, **options: Any) -> KVManager:
     return _contiguous("oracle", *args, **options)
 
 
+def contiguous_predicted(*args: Any, **options: Any) -> KVManager:
+    """A run of prompt + predicted length, a longer one when that is outgrown: S3. Needs `length_predictor`."""
+    return _contiguous("predicted", *args, **options)
+
+
 def layerkv(
     groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
     max_model_len: int, max_num_seqs: int, layer_tpot: float | None = None,

@@ -3,7 +3,8 @@
 What serving systems did before paging, and what paging is measured against; nothing here is meant for use. Sources:
 FasterTransformer reserves the longest possible sequence; Orca's variants "Max", "Pow2" and "Oracle" are those of the
 vLLM paper, arXiv 2309.06180, section 6.1 (there Pow2 rounds the true length of the answer up, which nobody can know;
-here it rounds up what is known by now, and moves when that is outgrown).
+here it rounds up what is known by now, and moves when that is outgrown). Reserving what is predicted: Jin et al., S3,
+arXiv 2306.06000, section 4.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Literal
 
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup, without_windows
+from penstock.core.lengths import room_for
 from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.block_table import BlockTable
 from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.manager import KVManager
 
-Reserve = Literal["max", "pow2", "oracle"]
+Reserve = Literal["max", "pow2", "oracle", "predicted"]
 
 
 class ContiguousManager(KVManager):
@@ -35,7 +37,8 @@ class ContiguousManager(KVManager):
         max_model_len: longest sequence in tokens.
         reserve: tokens that admission reserves. max: max_model_len; oracle: prompt + max_tokens (but the last token,
             whose keys nobody reads): the truth if every answer runs to its limit; pow2: the next power of two of the
-            length so far. Outgrown runs are copied into longer ones.
+            length so far; predicted: prompt + what `Request.expected_tokens` says, twice as much each time that is
+            outgrown (S3). Outgrown runs are copied into longer ones, or their sequence has to leave.
     """
 
     def __init__(
@@ -75,6 +78,9 @@ class ContiguousManager(KVManager):
             tokens = self.max_model_len
         elif self.reserve == "oracle":
             tokens = seq.prompt_len + seq.request.max_tokens - 1
+        elif self.reserve == "predicted":
+            room = room_for(seq.request, known - seq.prompt_len)
+            tokens = min(seq.prompt_len + room - 1, self.max_model_len)
         else:
             tokens = min(1 << (known - 1).bit_length(), self.max_model_len)
         least = min((self.pools[g].num_slabs for g in self._paged), default=0)

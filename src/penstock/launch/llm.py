@@ -33,6 +33,7 @@ from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
 from penstock.launch.decide import decide
+from penstock.launch.lengths import Made, lengths_of, with_lengths
 from penstock.launch.progress import StepProgress, loading
 from penstock.launch.vectors import Vectors, failed
 from penstock.text.boundaries import changed_after, num_common
@@ -93,6 +94,7 @@ class LLM:
             self._engine: Engine = start(self.config, progress=progress)
         self._compressor = Compressor(self.config, self._engine.tokenizer)
         self._processor = OutputProcessor(self._engine.tokenizer, self._engine.clock)
+        self._lengths = lengths_of(self.config, self._engine.tokenizer)
         self._counter = 0
         self._vectors = Vectors(self._engine, self.get_tokenizer, self._pool, self._next_number)
         self._news: set[str] = set()
@@ -539,15 +541,29 @@ class LLM:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _run(self, made: list[tuple[Request, str | None, SamplingParams]], show_progress: bool) -> list[RequestOutput]:
+    def _run(self, made: list[Made], show_progress: bool) -> list[RequestOutput]:
+        return self._run_all(self._expecting(made), show_progress)
+
+    def _expecting(self, made: list[Made]) -> list[Made]:
+        if self._lengths is None:
+            return made
+        return with_lengths(self._lengths, made, lambda asked: self._run_all(asked, False))
+
+    def _learn(self, request: Request, output: RequestOutput) -> None:
+        if self._lengths is not None:
+            self._lengths.ended(request, output)
+
+    def _run_all(self, made: list[Made], show_progress: bool) -> list[RequestOutput]:
         for request, text, params in made:
             self._processor.add(request, params, text)
         done: dict[str, RequestOutput] = {}
+        requests = {request.request_id: request for request, _, _ in made}
         with StepProgress(len(made), show_progress) as progress:
-            for request_id in self._drive([r for r, _, _ in made]):
+            for request_id in self._drive(list(requests.values())):
                 if self._processor.is_finished(request_id):
                     output = self._processor.output(request_id)
                     done[request_id] = output
+                    self._learn(requests[request_id], output)
                     progress.tokens(sum(len(o.token_ids) for o in output.outputs))
                     progress.finished()
         return [done[r.request_id] for r, _, _ in made]
@@ -564,9 +580,13 @@ class LLM:
         return [failed(done[request.request_id]) for request in requests]
 
     def _stream(self, request: Request, text: str | None, params: SamplingParams) -> Iterator[RequestOutput]:
+        [(request, text, params)] = self._expecting([(request, text, params)])
         self._processor.add(request, params, text)
         for request_id in self._drive([request]):
-            yield self._processor.output(request_id)
+            output = self._processor.output(request_id)
+            if output.finished:
+                self._learn(request, output)
+            yield output
 
     def _drive(self, requests: list[Request]) -> Iterator[str]:
         """Step until these requests are done; yields the id of each whenever it has news.

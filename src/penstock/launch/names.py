@@ -23,7 +23,8 @@ from penstock.select import KV_SELECTORS
 def check_names(config: EngineConfig) -> None:
     """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened.
 
-    Plugins are imported, since they add names, and the scheduling policy, whose knobs are looked at; no other part is.
+    Plugins are imported, since they add names, and so are the scheduling policy and the length predictor, whose knobs
+    are looked at; no other part is.
     """
     load_plugins(config.execution.plugin)
     PREFIX_CACHES.target(config.cache.prefix_cache)
@@ -32,6 +33,10 @@ def check_names(config: EngineConfig) -> None:
     KV_MANAGERS.target(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
     make_offline_policy(config.scheduler.offline_policy)
+    if config.scheduler.length_predictor is not None:
+        from penstock.lengths import make_predictor  # nobody else needs it
+
+        make_predictor(config.scheduler.length_predictor)
     place = config.execution.device
     if not re.fullmatch(r"auto|cpu|cpu-torch|cuda(:\d{1,3})?", place):
         raise ConfigError(f"device: {place!r} is none of auto, cpu, cuda, cuda:N, cpu-torch", field="device")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.sequence import NEVER, Sequence, Status
@@ -166,6 +167,19 @@ class WithOffline:
             return self._inner.num_tokens(seq, lag, budget_left)
         used = 0 if self.queues is None else self.queues.max_num_batched_tokens - budget_left
         return max(0, min(self._own.num_tokens(seq, lag, budget_left), self._limit - used))
+
+    def leaves(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> Seq[Sequence]:
+        return self._inner.leaves(running[: online(running)], waiting[: online(waiting)])
+
+    def next_run_s(self, seqs: Seq[Sequence]) -> list[float]:
+        """Offline work: nobody knows when."""
+        known = iter(self._inner.next_run_s([seq for seq in seqs if not seq.offline]))
+        return [inf if seq.offline else next(known) for seq in seqs]
+
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        if seq.offline != other.offline:
+            return other.offline
+        return (self._own if seq.offline else self._inner).outranks(seq, other)
 
     def give_way(self) -> bool:
         """Nobody could run. Whether offline work was held back, for once in vain: then it may run now."""

@@ -2,14 +2,17 @@
 
 Admitting whoever fits now fills the pool with beginnings; as they grow, they throw each other out, and what they had is
 computed again. Setting aside all they may ever need (max_tokens) keeps most of the pool empty, since most end sooner.
-In between: a share of it, which shrinks while nobody is thrown out and jumps when somebody is.
-Source: Zheng et al., SGLang, 2024, whose scheduler does so (`new_token_ratio`); its constants.
+In between: a share of it, which shrinks while nobody is thrown out and jumps when somebody is. Of whom a length is
+predicted (`Request.expected_tokens`), all of what that says is set aside, and of max_tokens nothing.
+Sources: Zheng et al., SGLang, 2024, whose scheduler does so (`new_token_ratio`); its constants. Predictions: Jin et
+al., S3, arXiv 2306.06000, section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from penstock.core.lengths import room_for
 from penstock.core.sequence import Sequence
 
 START, FLOOR, STEPS = 0.7, 0.14, 600
@@ -25,6 +28,12 @@ class Reserve:
         self._start = min(1.0, START * conservativeness)
         self._floor = self._start * FLOOR
         self.share = self._start
+        self._of_running = (-1, 0, 0)
+        """Of the running, in this step: how many they are, and what they may still add, without a prediction and with
+        one. Many may ask in a step (`SchedulingPolicy.packs`)."""
+
+    def begin_step(self) -> None:
+        self._of_running = (-1, 0, 0)
 
     def step(self) -> None:
         """A step in which nobody had to leave."""
@@ -40,20 +49,24 @@ class Reserve:
             allowed += seq.request.max_tokens
         self.share = max(self.share, min(1.0, used / max(1, allowed)))
 
-    def tokens(self, running: Iterable[Sequence], newcomer: Sequence) -> int:
+    def tokens(self, running: Collection[Sequence], newcomer: Sequence) -> int:
         """To be left free beside what is known of `newcomer`."""
         if self.share == 0:
             return 0
-        left = _left(newcomer)
-        for seq in running:
-            left += _left(seq)
-        return int(self.share * left)
+        if self._of_running[0] != len(running):
+            unknown = sum(_left(seq) for seq in running if not seq.request.expected_tokens)
+            known = sum(_left(seq) for seq in running if seq.request.expected_tokens)
+            self._of_running = (len(running), unknown, known)
+        _, unknown, known = self._of_running
+        if newcomer.request.expected_tokens > 0:
+            return int(self.share * unknown) + known + _left(newcomer)
+        return int(self.share * (unknown + _left(newcomer))) + known
 
 
 def _left(seq: Sequence) -> int:
     """Tokens that a sequence, and samples that will fork from it, may still add."""
     request = seq.request
-    left = max(0, request.max_tokens - seq.num_generated)
+    left = max(0, room_for(request, seq.num_generated) - seq.num_generated)
     if seq.num_generated == 0:
         left *= request.beam.beam_width if request.beam is not None else request.n
     return left

@@ -19,7 +19,7 @@ from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.offline import WithOffline
 from penstock.sched.pauses import Pauses, tokens_left
-from penstock.sched.preempt import prefers_swap, yields_soon
+from penstock.sched.preempt import prefers_swap, send_back, yields_soon
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
 from penstock.sched.rows import candidates_of, count_found, row_of
@@ -202,10 +202,12 @@ class Scheduler:
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
         preempted = blocked = False
-        # Whoever is in flight cannot make room for others.
-        promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.pauses.begin_step(now_s)
         self.policy.begin_step(now_s, self.kv)
+        self.reserve.begin_step()
+        stays = send_back(self)
+        # Whoever is in flight cannot make room for others.
+        promising = not (idle or stays or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.kv.hints.begin_step(now_s)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
@@ -236,14 +238,9 @@ class Scheduler:
                         if self._clockwork is not None:
                             self._clockwork.add(start, 1 + row.num_drafts, True)
                         continue
-                if one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None:
-                    # A decode in a block of its own, which is nearly every row of nearly every step.
-                    rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
-                    budget -= 1
-                    num_decodes += 1
-                    decode_context += start + 1
-                    continue
-                if promising and may_promise(self.kv, seq, start):
+                # A decode in a block of its own, which is nearly every row of nearly every step; or promised.
+                plain = one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None
+                if plain or (promising and may_promise(self.kv, seq, start)):
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
                     budget -= 1
                     num_decodes += 1
@@ -260,7 +257,7 @@ class Scheduler:
                     continue
                 n = self._admit(seq, budget)
                 if n is None:
-                    blocked = True  # first come, first served: nobody overtakes the head of the queue
+                    blocked = not self.policy.packs  # first come, first served: nobody overtakes the head of the queue
                     continue
                 added.append(seq)
                 if n == 0:

@@ -20,6 +20,7 @@ from penstock.engine.link import Link
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
 from penstock.launch.front import Front, limits_from
+from penstock.launch.lengths import lengths_of
 from penstock.server.adapters import Adapters
 from penstock.server.context import Server
 from penstock.server.parsing.choose import check_parsers
@@ -71,6 +72,9 @@ def assembled(
     server.warm_grammars = config.engine.cache.warm_grammars
     server.parts["front"] = front
     server.parts["by_due"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "slo"
+    lengths = service.lengths = lengths_of(config.engine, front.tokenizer)
+    if lengths is not None:
+        client.on_finish.append(lambda stream, output: lengths.ended(stream.request, output))
     server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
     server.closers += [client.stop, service.encoding.queue.close]
     return server

@@ -6,18 +6,20 @@ encode (off the loop if long) -> validate -> admit -> submit -> deltas. A front 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.base.errors import InputError, RefusedError
+from penstock.base.errors import EngineError, InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.core.adapter import namespace_of
 from penstock.core.request import Control, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.launch.lengths import question_params
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.encoding import PromptFit, TextEncoding
 from penstock.server.pins import PinLedger
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
     from penstock.engine.frontend import EngineClient
     from penstock.engine.stream import Stream
+    from penstock.lengths.front import ExpectedLengths
     from penstock.text.limits import Limits
     from penstock.text.tokenizer import Tokenizer
 
@@ -99,6 +102,8 @@ class Service:
         self._counter = 0
         self._pins: PinLedger | None = None
         self.tool_times = ToolTimes()
+        self.lengths: ExpectedLengths | None = None
+        """Who says how long an output will be; None: nobody."""
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -206,6 +211,8 @@ class Service:
         release = self.admission.admit(call, request)
         try:
             self._count_pins(request)
+            if self.lengths is not None:
+                request = await self._expecting(call, request, self.lengths)
             params = call.params if isinstance(call.params, SamplingParams) and call.pooling is None else None
             stream = self.client.submit(request, params, call.prompt.text)
         except BaseException:
@@ -214,12 +221,27 @@ class Service:
         stream.call, stream.forgets = call, True
         self.admission.follow(request, stream)
         stream.on_end(release)
-        limit_s = call.deadline_s if call.deadline_s is not None else self.config.request_timeout
-        if limit_s is not None:
-            left_s = max(0.0, call.arrival_s + limit_s - self.clock.now())
+        left_s = self._left_s(call)
+        if left_s is not None:
             timer = asyncio.get_running_loop().call_later(left_s, stream.abort, "timeout")
             stream.on_end(timer.cancel)
         return stream
+
+    def _left_s(self, call: Call) -> float | None:
+        """Seconds until it is worth nothing; None: there is no limit."""
+        limit_s = call.deadline_s if call.deadline_s is not None else self.config.request_timeout
+        return None if limit_s is None else max(0.0, call.arrival_s + limit_s - self.clock.now())
+
+    async def _expecting(self, call: Call, request: Request, lengths: ExpectedLengths) -> Request:
+        """With its expected length, for which the model may be asked first. Nothing that goes wrong there fails it."""
+        question, answer = lengths.question(request), list[int]()
+        if question is not None:
+            stream = self.client.submit(question, question_params(question))
+            stream.call = dataclasses.replace(call, request_id=question.request_id, endpoint="length")
+            with contextlib.suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(self._left_s(call)):
+                    answer = (await stream.result()).outputs[0].token_ids
+        return lengths.expect(request, answer)
 
     def _count_pins(self, request: Request) -> None:
         """Raises InputError for more than the tenant's part."""

@@ -58,7 +58,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_cache_dtype": "auto", "kv_rotation": "none", "kv_selector": "none", "kv_budget": "25%",
         "kv_selector_config": None,
         "slot_checkpoint_tokens": 512, "slot_checkpoint_rule": "distance",
-        "scheduling_policy": "fcfs", "max_num_seqs": None,
+        "scheduling_policy": "fcfs", "length_predictor": None, "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",

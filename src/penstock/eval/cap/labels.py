@@ -79,6 +79,7 @@ LABELS: dict[str, Label] = {
     "slot_checkpoint_tokens": _SYSTEM,
     "slot_checkpoint_rule": _SYSTEM,
     "scheduling_policy": _SYSTEM,
+    "length_predictor": _SYSTEM,
     "max_num_seqs": _SYSTEM,
     "max_num_batched_tokens": _SYSTEM,
     "preemption_mode": _SYSTEM,

@@ -6,10 +6,9 @@ A name may carry knobs, the arguments of the policy's constructor: `dynamic:time
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
-from typing import Any
 
 from penstock.base.errors import ConfigError
+from penstock.base.knobs import knobs
 from penstock.base.registry import Registry
 from penstock.core.protocols import SchedulingPolicy
 
@@ -22,9 +21,12 @@ POLICIES.add("fair", "penstock.sched.policy.fair:Fair")
 POLICIES.add("fastserve", "penstock.sched.policy.fastserve:FastServe")
 POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
 POLICIES.add("lamps", "penstock.sched.policy.lamps:Lamps")
+POLICIES.add("length-aware", "penstock.sched.policy.length_aware:LengthAware")
+POLICIES.add("multi-bin", "penstock.sched.policy.multi_bin:MultiBin")
 POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
 POLICIES.add("priority", "penstock.sched.policy.priority:Priority")
 POLICIES.add("slo", "penstock.sched.policy.slo:SloAware")
+POLICIES.add("s3", "penstock.sched.policy.s3:S3")
 POLICIES.add("splitfuse", "penstock.sched.policy.splitfuse:SplitFuse")
 POLICIES.add("static", "penstock.sched.policy.static:Static")
 _QUESTIONS = [*SchedulingPolicy.__annotations__, *(name for name in vars(SchedulingPolicy) if name[0] != "_")]
@@ -40,7 +42,7 @@ def make_policy(name: str) -> SchedulingPolicy:
     kind, _, given = name.partition(":")
     build = POLICIES.get(kind)
     try:
-        policy: SchedulingPolicy = build(**_knobs(build, kind, given))
+        policy: SchedulingPolicy = build(**knobs(build, f"scheduling policy {kind!r}", POLICIES.what, given))
     except TypeError as error:
         raise ConfigError(f"scheduling policy {kind!r} cannot be made: {error}", field=POLICIES.what) from error
     if lacking := [name for name in _QUESTIONS if not hasattr(policy, name)]:
@@ -58,20 +60,3 @@ def make_offline_policy(name: str) -> SchedulingPolicy:
         return make_policy(name)
     except ConfigError as error:
         raise ConfigError(f"offline_policy: {error}", field="offline_policy") from None
-
-
-def _knobs(build: Any, kind: str, given: str) -> dict[str, Any]:
-    """`a=1,b=x` as constructor arguments; the type of each is that of its default."""
-    known = {p.name: p.default for p in signature(build).parameters.values()}
-    knobs: dict[str, Any] = {}
-    for item in filter(None, given.split(",")):
-        key, _, text = (part.strip() for part in item.partition("="))
-        if key not in known:
-            choices = f"it has {', '.join(sorted(known))}" if known else "it has none"
-            raise ConfigError(f"scheduling policy {kind!r} has no knob {key!r}; {choices}", field=POLICIES.what)
-        try:
-            knobs[key] = type(known[key])(text)
-        except ValueError:
-            want = type(known[key]).__name__
-            raise ConfigError(f"knob {key!r} of policy {kind!r} is {text!r}, not {want}", field=POLICIES.what) from None
-    return knobs

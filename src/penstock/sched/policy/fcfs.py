@@ -23,6 +23,7 @@ class Fcfs:
     displaces = False
     max_rows = 0
     spare = 0.0
+    packs = False
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Order of arrival needs neither time nor memory."""
@@ -38,6 +39,10 @@ class Fcfs:
             decodes += [s for s in running if not s.is_decoding]
         decodes += waiting
         return decodes
+
+    def leaves(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> Seq[Sequence]:
+        """Nobody, unless somebody needs the memory."""
+        return ()
 
     def num_tokens(self, seq: Sequence, lag: int, budget_left: int) -> int:
         return min(lag, budget_left)

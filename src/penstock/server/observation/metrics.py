@@ -120,6 +120,13 @@ _ENGINE_COUNTERS = (
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )
 
+LENGTH_COUNTERS = (
+    ("outputs", "Outputs that had a predicted length.", "num"),
+    ("unknown", "Outputs whose length nobody could predict.", "num_unknown"),
+    ("bucket_hits", "Of those predicted, that ended in the predicted bucket.", "num_hits"),
+    ("outgrown", "Of those predicted, that were longer than its end.", "num_outgrown"),
+    ("error_tokens", "Sum of the differences of predicted and actual tokens.", "error_tokens"),
+)
 _TIER_GAUGES = (
     ("kv_tier_blocks", "Blocks of prompts in a tier of KV that nobody uses now.", "blocks"),
     ("kv_tier_bytes", "Bytes of these.", "num_bytes"),
@@ -183,6 +190,7 @@ class Metrics(Collector):
         if self.server.speculates:
             yield from self._speculation()
         yield from self._compression()
+        yield from self._lengths()
         yield from self._encoding()
         yield from self._predictions()
         yield from self._adapters()
@@ -417,6 +425,17 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "prompt_compression_tokens", text, ("stage",), part.tokens)
         text = "Prompts compressed, by method."
         yield from self._labelled(CounterMetricFamily, "prompt_compressions", text, ("method",), part.prompts)
+
+    def _lengths(self) -> Iterator[Metric]:
+        lengths = self.server.service.lengths
+        if lengths is None:
+            return
+        for name, text, attribute in LENGTH_COUNTERS:
+            yield from self._counter(f"length_prediction_{name}", text, getattr(lengths.accuracy, attribute))
+        correlation = lengths.accuracy.correlation
+        if correlation is not None:
+            text = "Rank correlation of predicted and actual lengths, of the last 512."
+            yield from self._gauge("length_prediction_rank_correlation", text, correlation)
 
     def _encoding(self) -> Iterator[Metric]:
         encoding = self.server.service.encoding

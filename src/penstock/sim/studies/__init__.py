@@ -9,6 +9,7 @@ from penstock.base.registry import Registry
 
 STUDIES: Registry[Callable[..., Any], None] = Registry("study")
 STUDIES.add("batching", "penstock.sim.studies.batching:run")
+STUDIES.add("buckets", "penstock.sim.studies.buckets:run")
 STUDIES.add("chunks", "penstock.sim.studies.chunks:run")
 STUDIES.add("memory", "penstock.sim.studies.memory:run")
 STUDIES.add("swap", "penstock.sim.studies.swap:run")
