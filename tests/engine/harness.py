@@ -81,6 +81,7 @@ class Knobs:
     expert_prediction: str = "none"
     adapters: int = 0  # that run at once; 0: none are served
     adapters_held: int = 0
+    adapter_pool: bool = False  # they lie in blocks of KV
     merge: float | None = None
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
@@ -153,6 +154,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_lora=k.adapters > 0,
         max_loras=k.adapters or 1,
         max_cpu_loras=k.adapters_held or k.adapters or 1,
+        lora_memory=None if k.adapter_pool else 1.0,
         lora_merge_threshold=k.merge,
     )
 

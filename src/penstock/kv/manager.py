@@ -17,6 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
+from penstock.kv.adapter_pages import AdapterPages, AdapterLimits
 from penstock.kv.aside import selections_of
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
@@ -61,6 +62,7 @@ class KVManager:
         events: what enters and leaves the prefix cache is recorded; only with groups of blocks.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
+        adapters: adapters lie in blocks of the full groups, too; None: they have memory of their own.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
         keeping: what sequences give up of their caches; only where there is one full group and no other.
@@ -88,6 +90,7 @@ class KVManager:
         store: StoreSettings | None = None,
         events: EventSettings | None = None,
         pin_share: float = 0.0,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -107,6 +110,14 @@ class KVManager:
         self.backing = Backing(self.groups, self.pools, block_size)
         self.outbox = Outbox(self.pools)
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
+        self.adapters: AdapterPages | None = None
+        if adapters is not None:
+            assert self._full, "there are no blocks for adapters"
+            order = policy or EVICTION_POLICIES.get("lru")()
+            self.adapters = AdapterPages(
+                adapters, self._full, self.pools, self._room, self.cache, order, self.outbox
+            )  # fmt: skip
+            self._room.adapters = self.adapters
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
         rule = CHECKPOINT_RULES.get(slot_checkpoint_rule)(distance, block_size)
         self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self.outbox)
@@ -195,7 +206,12 @@ class KVManager:
         num_blocks = match.num_tokens // self.block_size
         need = self.selections.blocks_to_admit(seq, num_tokens) - num_blocks
         # What is matched stops being evictable the moment it is admitted.
-        room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
+        room = self._room.num_evictable - self.cache.num_idle(match.entry, num_blocks)
+        if self.adapters is not None:
+            wanted = self.adapters.wanted(seq.request.rules.adapter)
+            if wanted is None:
+                return False
+            need, room = need + wanted[0], room - wanted[1]
         if any(need > self.pools[g].num_free + room for g in self._full):
             return False
         if not self._windows.can_admit(seq, match, num_tokens):
@@ -219,6 +235,8 @@ class KVManager:
         if slots is None:
             self.cache.release(entry)
             raise EngineError(f"{seq} was admitted although no slot is free")
+        if self.adapters is not None:
+            self.adapters.enter(seq.request.rules.adapter)
         seq.tables = [BlockTable() for _ in self.groups]
         self._sharing.enter(seq, blocks)
         for j, g in enumerate(self._slots):
@@ -419,6 +437,8 @@ class KVManager:
         slots = self._states.copy(parent)
         if slots is None:
             return False
+        if self.adapters is not None:
+            self.adapters.enter(child.request.rules.adapter)
         for g, table in enumerate(parent.tables):
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
@@ -465,6 +485,8 @@ class KVManager:
         What steps in flight saw of it becomes free, or evictable, when they have retired.
         """
         self.outbox.discard(seq.seq_id)
+        if self.adapters is not None and seq.tables:
+            self.adapters.leave(seq.request.rules.adapter)
         for g, table in enumerate(seq.tables):
             self.selections.release(seq, table, self.pools[g])
         if seq.node is not None:
@@ -501,6 +523,8 @@ class KVManager:
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""
         self._leaving.submitted = step
+        if self.adapters is not None:
+            self.adapters.submitted(step)
         for pool in self.pools:
             pool.submitted(step)
 
@@ -509,6 +533,8 @@ class KVManager:
         for pool in self.pools:
             pool.retired(step)
         self._leaving.retire(step)
+        if self.adapters is not None:
+            self.adapters.retired(step)
 
     @property
     def reclaiming(self) -> bool:
@@ -516,6 +542,8 @@ class KVManager:
         somebody may have waited who is gone. Preempting can wait. Windows slide at almost every step; that helps nobody
         as long as their pool is not what is short.
         """
+        if self.adapters is not None and self.adapters.leaving:
+            return True
         return bool(self._leaving or self.swaps.loads) or any(
             pool.waiting and not (isinstance(pool, WindowPool) and pool.num_free + pool.num_idle) for pool in self.pools
         )
@@ -523,7 +551,7 @@ class KVManager:
     def stats(self) -> KVStats:
         return kv_stats(
             self.groups, self.pools, self.cache, self._room, self.swaps, self.stored, self.selections,
-            num_cow_copies=self._num_cow_copies,
+            self.adapters, num_cow_copies=self._num_cow_copies,
         )  # fmt: skip
 
     @property
@@ -543,5 +571,5 @@ class KVManager:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)
         self.swaps.check_invariants(live)
-        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation)
+        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation, self.adapters)
         audit.run(live, self.hints.entries(), self.outbox.pending(), self.swaps.loads)

@@ -113,6 +113,13 @@ class AdaptingForward(Forward, Protocol):
 
 
 @runtime_checkable
+class PlacingForward(AdaptingForward, Protocol):
+    """One whose adapters may lie in memory of somebody else's."""
+
+    def lay(self, prepared: Any, memory: Any) -> Any: ...
+
+
+@runtime_checkable
 class MergingForward(AdaptingForward, Protocol):
     """One that can hold its weights once more, with an adapter in them."""
 

@@ -149,7 +149,13 @@ class WithAdapters:
                 refs.setdefault(ref.hash, ref)
                 if len(refs) == WINDOW:
                     break
-        for key, ref in refs.items():
-            if key not in self._named:
-                self._kv.outbox.add(AdapterOp(ref))
-        self._named = set(refs)
+        new = [ref for key, ref in refs.items() if key not in self._named]
+        self._named &= set(refs)
+        if not new:
+            return
+        if self._kv.adapters is not None:
+            self._named |= {ref.hash for ref in self._kv.adapters.ahead(list(refs.values()))}
+            return
+        for ref in new:
+            self._kv.outbox.add(AdapterOp(ref))
+        self._named |= set(refs)
