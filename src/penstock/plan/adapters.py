@@ -12,7 +12,6 @@ from penstock.plan.memory import gib
 
 _OPS = ("native", "ref", "blas")
 """Those whose adapters may lie anywhere."""
-_ALLOCATORS = ("paged", "modules")
 
 
 def units_of_slab(group: CacheGroup, block_size: int) -> int:
@@ -45,7 +44,7 @@ def _own_memory(config: EngineConfig, groups: Sequence[CacheGroup], block_size: 
         return "it was given"
     if config.execution.device not in ("auto", "cpu") or config.execution.ops not in _OPS:
         return "adapters share blocks with keys and values on the CPU's own kernels alone"
-    if config.cache.kv_allocator not in _ALLOCATORS:
+    if config.cache.kv_allocator != "paged":
         return f"kv_allocator {config.cache.kv_allocator} has no blocks that belong to nobody"
     if config.selection is not None:
         return "sequences that give up keys and values on their way leave no bound of what an adapter may take"
