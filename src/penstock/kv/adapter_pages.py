@@ -100,13 +100,16 @@ class AdapterPages:
         """One more sequence has it. `wanted` has looked. Mutates: self, the pools."""
         if ref is None:
             return
-        held = self._held.get(ref.hash) or self._take(ref)
-        assert held is not None, "a sequence was admitted without room for its adapter"
+        held = self._held.get(ref.hash)
+        if held is None:
+            held = self._take(ref)
+            assert held is not None, "a sequence was admitted without room for its adapter"
+        else:
+            self._policy.on_hit(held, self._cache.tick())
         if held.queued:
             self._idle.discard(held)
             self.num_idle -= len(held.blocks)
         held.num_users += 1
-        self._policy.on_hit(held, self._cache.tick())
 
     def leave(self, ref: AdapterRef | None) -> None:
         """One less. What steps in flight see of it stays until they have retired."""
