@@ -170,7 +170,7 @@ def fake_engine(
     events: Any = None,
 ) -> tuple[EngineCore, FakeForward]:
     """An engine over the suspicious mock model: for laws that need thousands of steps."""
-    spec = fake_spec(slots=slots, windows=windows)
+    spec = fake_spec(slots=slots, windows=windows, width=256 // k.block_size if k.adapter_pool else 1)
     plan = plan_for(spec, k)
     forward = FakeForward(plan.groups)
     if k.num_drafts:
@@ -179,6 +179,7 @@ def fake_engine(
     core = connect(
         config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
         drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan), events=events,
+        load_adapter=lambda ref: (int(ref.path), ref.num_units),
     )  # fmt: skip
     return core, forward
 

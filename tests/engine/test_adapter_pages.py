@@ -109,7 +109,7 @@ def test_J26_with_one_pool_tokens_depend_on_the_request_and_its_adapter_alone(op
 def pieces_of(core: Any, number: int) -> list[Any]:
     """The units in which the adapter lies now: views of the rank's planes."""
     (held,) = (h for h in core.kv.adapters.held if h.ref == ref_of(number))
-    return unit_pieces(core.executor.rank.storage.planes, core.kv.groups, held.blocks)
+    return unit_pieces(core.executor._runner.storage.planes, core.kv.groups, held.blocks)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -277,15 +277,15 @@ def test_J26_where_adapters_have_memory_of_their_own_it_is_said_why(model: str, 
 def test_J26_an_adapter_that_leaves_no_room_is_refused_at_the_door(tmp_path: Path) -> None:
     asked = LoRARequest("a", 1, str(nano_folder(tmp_path / "a", 1, rank=16)))
     small: dict[str, Any] = {"enable_lora": True, "ops": "ref", "max_model_len": 64, "block_size": 16}
-    llm = LLM(nano(), num_gpu_blocks_override=8, **small)
+    llm = LLM(nano(), num_gpu_blocks_override=4, **small)
     params = SamplingParams(temperature=0, max_tokens=4)
-    with pytest.raises(InputError, match=r"the adapter takes \d+ blocks of KV memory, and of the 8 that there are none"):
+    with pytest.raises(InputError, match=r"the adapter takes \d+ blocks of KV memory, and of the 4 that there are none"):
         llm.generate("Once", params, lora_request=asked)
     assert llm.generate("Once", params)[0].outputs[0].token_ids
-    own = LLM(nano(), num_gpu_blocks_override=8, lora_memory=0.5, **small)
+    own = LLM(nano(), num_gpu_blocks_override=4, lora_memory=0.5, **small)
     wanted = own.generate("Once", params, lora_request=asked)[0].outputs[0].token_ids
     units = own._engine.adapters.read(asked.lora_path).num_units  # type: ignore[union-attr]
-    per_block = adapter_units(llm._config, llm._engine.plan.groups, 16)
+    per_block = llm._engine.limits.adapter_units
     fitting = LLM(nano(), num_gpu_blocks_override=-(-units // per_block) + 2, **small)
     assert fitting._engine.limits.beside(AdapterRef(b"", "", num_units=units)).context[0] == 32
     assert fitting.generate("Once", params, lora_request=asked)[0].outputs[0].token_ids == wanted

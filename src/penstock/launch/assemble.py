@@ -72,14 +72,17 @@ def assemble(
 
 def connect(
     config: EngineConfig, plan: Plan, forward: Forward, vocab_size: int, *, backend: Backend | None = None,
-    drafter: Drafter | None = None, **engine: Any,
+    drafter: Drafter | None = None, load_adapter: Load | None = None, **engine: Any,
 ) -> EngineCore:  # fmt: skip
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
 
-    `backend`: whose sampler is used; `drafter`: another than the settings name. `poison`, `wire`: see `RankSpec`; all
+    `backend`: whose sampler is used; `drafter`: another than the settings name; `load_adapter`: what a `forward` with
+    adapters makes them of. `poison`, `wire`: see `RankSpec`; all
     else: see `engine_over`.
     """
-    parts = Parts(forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter)
+    parts = Parts(
+        forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter, load_adapter=load_adapter
+    )  # fmt: skip
     return _engine_of(config, plan, parts, **engine)
 
 
