@@ -169,7 +169,7 @@ class PrefixCache(Protocol):
         ...
 
     def tick(self) -> int:
-        """The number of one more operation, as `EvictionPolicy` counts them: somebody else's entries are in its order."""
+        """The number of one more operation, as `EvictionPolicy` counts them, for entries of others in one order."""
         ...
 
     def first_key(self) -> tuple[int, Any] | None:

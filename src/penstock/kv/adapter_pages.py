@@ -1,8 +1,8 @@
 """Adapters in blocks of the KV pool: one budget for both, given to whichever is used.
 
-An adapter has whole blocks, a slab of every full group each, and nobody else has a reference to them. Those of sequences
-with memory stay. One that nobody has may be given up like a block of the prefix cache: of both, what the eviction policy
-names goes first, so few adapters leave room for texts, and many take it.
+An adapter has whole blocks, a slab of every full group each, and nobody else has a reference to them. Those of
+sequences with memory stay. One that nobody has may be given up like a block of the prefix cache: of both, what the
+eviction policy names goes first, so few adapters leave room for texts, and many take it.
 Source: Sheng et al., S-LoRA, arXiv 2311.03285, section 5.1 (unified paging); prefetching: section 5.2.
 """
 
@@ -40,8 +40,8 @@ def blocks_of(ref: AdapterRef, units: int) -> int:
 
 
 class PagedAdapter:
-    """One that has blocks. `num_users`: sequences with memory; `seen`: the last step that may look at it once these have
-    gone. `rank`, `tick`, `queued`: see `EvictionQueue`."""
+    """One that has blocks. `num_users`: sequences with memory; `seen`: the last step that may look at it once these
+    have gone. `rank`, `tick`, `queued`: see `EvictionQueue`."""
 
     __slots__ = ("blocks", "num_users", "queued", "ref", "seen", "tick")
     rank = PLAIN

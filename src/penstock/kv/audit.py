@@ -13,10 +13,10 @@ from penstock.kv.cursor import PrefixCursor
 from penstock.kv.window_pool import WindowPool
 
 if TYPE_CHECKING:
-    from penstock.kv.adapter_pages import AdapterPages
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.adapter_pages import AdapterPages
     from penstock.kv.swap import SwapIn
 
 

@@ -17,7 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
-from penstock.kv.adapter_pages import AdapterPages, AdapterLimits
+from penstock.kv.adapter_pages import AdapterLimits, AdapterPages
 from penstock.kv.aside import selections_of
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing

@@ -96,7 +96,8 @@ class Room:
         return freed
 
     def evict(self, num_blocks: int, **which: bool) -> int:
-        """Evict up to `num_blocks` blocks of texts; returns how many. No step in flight has seen them (`KVManager.release`)."""
+        """Evict up to `num_blocks` blocks of texts; returns how many. No step in flight has seen them
+        (`KVManager.release`)."""
         blocks, checkpoints = self._cache.evict(num_blocks, **which)
         self.num_evicted_blocks += len(blocks)
         self.drop(blocks, checkpoints, unseen=True)

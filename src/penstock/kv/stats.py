@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from penstock.kv.window_pool import WindowPool
 
 if TYPE_CHECKING:
-    from penstock.kv.adapter_pages import AdapterPages
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
+    from penstock.kv.adapter_pages import AdapterPages
     from penstock.kv.block_pool import BlockPool
     from penstock.kv.room import Room
     from penstock.kv.selection import KeepAll
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GroupStats:
     """Slabs of one cache group that are not kept back: total = free + used + evictable + quarantined.
 
-    `evictable`: only the prefix cache, or an adapter that nobody has, has them, and they can be given up now. `used` includes broken slabs, and cached
-    blocks that a running sequence (or a step in flight) stands on.
+    `evictable`: only the prefix cache, or an adapter that nobody has, has them, and they can be given up now. `used`
+    includes broken slabs, and cached blocks that a running sequence (or a step in flight) stands on.
     """
 
     total: int

@@ -1,4 +1,4 @@
-"""The numbers of adapters in units of 1,024 bytes, which may lie anywhere: in blocks of a pool that keys and values use, too.
+"""The numbers of adapters in units of 1,024 bytes, which may lie anywhere: also in blocks of the KV pool.
 
 All units are of one size, so nothing is lost between them, and an adapter of n units fits wherever n units are free.
 Source: Sheng et al., S-LoRA, arXiv 2311.03285, section 5.1, whose unit is a vector of one rank.
@@ -27,7 +27,8 @@ _NOTHING = np.zeros((0, 0), np.float32)
 
 
 class UnitShape(NamedTuple):
-    """Of one product of `rows` outputs and `cols` inputs: `rank` filled up to a multiple of CHAINS, numbers of `size` bytes."""
+    """Of one product of `rows` outputs and `cols` inputs: `rank` is filled up to a multiple of CHAINS, numbers have
+    `size` bytes."""
 
     rows: int
     cols: int
@@ -127,7 +128,7 @@ def addresses_of(pieces: Iterable[Units]) -> npt.NDArray[np.uint64]:
 
 
 class PlacedPart:
-    """What an adapter does to one product, its numbers in units: read from there each time, by the reference operations."""
+    """What an adapter does to one product, for the reference operations: its numbers are read from units each time."""
 
     def __init__(self, part: LowRank, memory: UnitMemory) -> None:
         self._shape, self._dtype = shape_of(part), part.a.dtype

@@ -50,4 +50,8 @@ def _own_memory(config: EngineConfig, groups: Sequence[CacheGroup], block_size: 
         return "sequences that give up keys and values on their way leave no bound of what an adapter may take"
     if not any(g.spec.kind == "paged" for g in groups):
         return "this model keeps no tokens in blocks that stay"
-    return "" if _units(groups, block_size) else f"a block of {block_size} tokens is too small to hold any; raise block_size"
+    return (
+        ""
+        if _units(groups, block_size)
+        else f"a block of {block_size} tokens is too small to hold any; raise block_size"
+    )

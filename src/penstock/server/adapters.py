@@ -38,8 +38,8 @@ class Adapters:
         self.names: dict[str, AdapterRef] = {}
         for name, ref in known.items():
             self._check_name(name)
-            limits.beside(ref, "lora_name")
             self.names[name] = replace(ref, name=name)
+            limits.beside(self.names[name], "lora_modules")
 
     def of(self, name: str | None) -> AdapterRef | None:
         return None if name is None else self.names.get(name)
@@ -67,7 +67,7 @@ class Adapters:
             ref = await asyncio.to_thread(self.book.read, folder)
         except ModelError as error:
             raise InputError(f"lora_path: {error}", param="lora_path") from None
-        self._limits.beside(ref, "lora_path")
+        self._limits.beside(replace(ref, name=name), "lora_path")
         self._check_free(name)
         self.names[name] = replace(ref, name=name)
 

@@ -25,7 +25,7 @@ class Limits:
             of kind t has the id t * num_words + i, and `vocab_size` counts them all. 0: there is one kind.
         module_chunk, module_recompute: prompts that name no modules are cut into such of so many tokens, whose share of
             tokens is computed again (`Request.recompute`); 0: they are not.
-        adapter_units, block_size: of adapters' numbers that a block of KV holds, of so many tokens, where adapters lie in
+        adapter_units, block_size: of adapters' numbers that a block of KV holds, and its tokens, where adapters lie in
             such, too; 0: they do not.
         max_logprobs: largest `logprobs` and `prompt_logprobs`; -1 is no limit and allows -1 (all) in requests.
         max_prompt_logprob_entries: prompt tokens times entries of each.
@@ -66,9 +66,9 @@ class Limits:
         left = self.kv_capacity_tokens - num_blocks * self.block_size
         if left < min(self.block_size, self.max_model_len):
             raise InputError(
-                f"{param}: the adapter takes {num_blocks} blocks of KV memory, and of the "
-                f"{self.kv_capacity_tokens // self.block_size} that there are none is left for a request; start with more "
-                "(kv_cache_memory_bytes), or give adapters memory of their own (lora_memory)",
+                f"{param}: the adapter {adapter.name[:80]} takes {num_blocks} blocks of KV memory, and of the "
+                f"{self.kv_capacity_tokens // self.block_size} that there are none is left for a request; start with "
+                "more (kv_cache_memory_bytes), or give adapters memory of their own (lora_memory)",
                 param=param,
             )
         return replace(self, kv_capacity_tokens=left)

@@ -141,7 +141,7 @@ def _rows(cut: Cut) -> npt.NDArray[np.int64] | None:
 def adapter_facts(
     folder: Path, sites: Sites, *, max_rank: int, max_bytes: int | None, codes: bool = True
 ) -> AdapterFacts:  # fmt: skip
-    """Reads and checks all of a folder. `max_bytes`: that it may have; None: any number. `codes`: those of codes can run.
+    """Reads and checks all of a folder. `max_bytes`: that it may have; None: any number. `codes`: those of codes run.
 
     Raises: ModelError, UnsupportedError."""
     found = _checked(folder, sites, max_rank, max_bytes)
