@@ -24,6 +24,7 @@ from penstock.ops.adapter_units import shape_of
 from penstock.ops.adapter_units import units_of as units_of_part
 from penstock.plan.adapters import adapter_decision, adapter_units
 from penstock.plan.keeping import groups_of
+from penstock.runner import paged_adapters
 from penstock.runner.paged_adapters import unit_pieces
 from tests import specs
 from tests.adapting import made, nano, nano_folder
@@ -241,6 +242,23 @@ def test_J26_an_adapter_that_cannot_be_read_fails_its_requests_alone_and_is_trie
     again = finish(core, asking(1, request_id="again", max_tokens=4)).requests["again"]
     assert not again.error, again.error
     assert again.tokens[0] == generate(logits(NAME, "ref", 1), request(PROMPT, max_tokens=4), 0)[0]
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_J26_codes_lie_beside_the_blocks_that_stand_for_them(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has less by their bytes, and the system has the memory of those blocks."""
+    given: list[Any] = []
+    monkeypatch.setattr(paged_adapters, "give_back", given.extend)
+    own = parts(NAME, COUNT - 1)
+    ref = AdapterRef(b"codes", str(COUNT - 1), 10_000, "codes", 10)
+    core = engine(knobs_of(ops))
+    finish(core, sized(adapted(request(PROMPT, max_tokens=2), COUNT - 1), ref))
+    assert units_of(own) == 0
+    (held,) = core.kv.adapters.held
+    assert len(held.blocks) == 3, "of four units each"
+    width = core.kv.groups[0].pages_per_slab
+    pages = {(first // array.strides[0], end // array.strides[0]) for array, first, end in given}
+    assert pages == {(slab * width, slab * width + width) for (slab,) in held.blocks}
 
 
 def test_J26_a_sleeping_engine_gives_up_adapters_too() -> None:

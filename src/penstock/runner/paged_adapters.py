@@ -21,9 +21,10 @@ from penstock.core.batch import ScheduledRow
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AdapterOp
 from penstock.model.forward import PlacingForward
-from penstock.ops.adapter_units import UnitMemory, Units
+from penstock.ops.adapter_units import UnitMemory, Units, shape_of
 from penstock.ops.plan import Planes, StepPlan
 from penstock.runner.adapters import Load, RankAdapters, failed
+from penstock.runner.memory import give_back, slab_parts
 
 Block = tuple[int, ...]
 
@@ -83,14 +84,27 @@ class PagedAdapters(RankAdapters):
 
     def _bring(self, placed: _Placed) -> Any:
         """Read it into its blocks. None: they are somebody else's now."""
-        if placed.gone:
-            return None
-        prepared = self._placing.prepare(self._load(placed.ref))
+        parts = self._load(placed.ref)
+        prepared = self._placing.prepare(parts)
+        used = sum(shape_of(part).num_units for part in parts.values())
         with placed.lock:
             if placed.gone:
                 return None
             memory = UnitMemory(unit_pieces(self._planes, self._groups, placed.blocks))
-            return self._placing.lay(prepared, memory)
+            found = self._placing.lay(prepared, memory)
+            if any(part.codes is not None for part in parts.values()):
+                self._swap(placed.blocks, used)
+        return found
+
+    def _swap(self, blocks: Sequence[Block], used: int) -> None:
+        """Codes lie beside the blocks, of which all but the first `used` units stand for them: while they do, the
+        system has the memory of those."""
+        full = [g for g in self._groups if g.spec.kind == "paged"]
+        each = sum(map(len, unit_pieces(self._planes, self._groups, blocks[:1])))
+        for block in blocks[-(-used // each) :]:
+            for g, slab in zip(full, block, strict=True):
+                pages = range(slab * g.pages_per_slab, (slab + 1) * g.pages_per_slab)
+                give_back(slab_parts(self._planes[g.index], pages))
 
     def _give_up(self, placed: _Placed) -> None:
         _stop(placed)
