@@ -81,11 +81,11 @@ def main() -> None:
         first = made(Path(scratch) / "a0", one.engine.adapters.sites, ["q_proj", "v_proj"], options.rank, 0, 0.02)
         ref = one.engine.adapters.read(first.lora_path)
         per_adapter = -(-ref.num_units // one.engine.limits.adapter_units)
-        adapters = [first]
-        for i in range(1, (options.blocks - 3) // per_adapter):
-            adapters.append(
-                made(Path(scratch) / f"a{i}", one.engine.adapters.sites, ["q_proj", "v_proj"], options.rank, i, 0.02)
-            )
+        sites = one.engine.adapters.sites
+        adapters = [first] + [
+            made(Path(scratch) / f"a{i}", sites, ["q_proj", "v_proj"], options.rank, i, 0.02)
+            for i in range(1, (options.blocks - 3) // per_adapter)
+        ]
         traffic = Traffic(adapters, options.blocks, one.engine.spec.vocab_size, per_adapter)
         half = options.blocks // 2
         gib = half * block_bytes / 2**30

@@ -149,7 +149,8 @@ def main() -> None:
             assert alone["ids"][0] == rounds[-1][1]["ids"][i], "a request has other tokens alone"
         result: dict[str, Any] = {
             "model": Path(options.model).name, "targets": targets, "adapters": options.adapters,
-            "batch": options.batch, "rank": options.rank, "bfloat16": options.bfloat16, "pool": options.pool, "threads": options.threads,
+            "batch": options.batch, "rank": options.rank, "bfloat16": options.bfloat16, "threads": options.threads,
+            "pool": options.pool,
             "steps_ms": [[b["step_s"] * 1e3, m["step_s"] * 1e3] for b, m in rounds], "speed": ratio, "speed_low": low,
             "alone_equal": True,
         }  # fmt: skip

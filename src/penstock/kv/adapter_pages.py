@@ -77,6 +77,10 @@ class AdapterPages:
     def held(self) -> list[PagedAdapter]:
         return list(self._held.values())
 
+    def has(self, key: bytes) -> bool:
+        """Whether the adapter with this hash has blocks."""
+        return key in self._held
+
     @property
     def leaving(self) -> bool:
         """Some can be given up once steps in flight have retired."""

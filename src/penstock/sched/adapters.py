@@ -153,8 +153,10 @@ class WithAdapters:
         self._named &= set(refs)
         if not new:
             return
-        if self._kv.adapters is not None:
-            self._named |= {ref.hash for ref in self._kv.adapters.ahead(list(refs.values()))}
+        pages = self._kv.adapters
+        if pages is not None:  # what had to make room meanwhile is read again at its turn
+            there = [ref for key, ref in refs.items() if key not in self._named or pages.has(key)]
+            self._named |= {ref.hash for ref in pages.ahead(there)}
             return
         for ref in new:
             self._kv.outbox.add(AdapterOp(ref))
