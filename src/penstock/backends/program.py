@@ -151,8 +151,8 @@ class AdaptedProgram(Program):
         return self._table.prepare(parts)
 
     def lay(self, parts: Mapping[str, LowRank], memory: UnitMemory) -> Mapping[str, PlacedPart]:
-        """See `ops.adapters.AdapterTable`."""
-        return self._table.lay(parts, memory)
+        """See `model.forward.PlacingForward`."""
+        return {name: PlacedPart(part, memory) for name, part in parts.items()}
 
     def put(self, number: int, parts: Mapping[str, LowRank | PlacedPart]) -> None:
         """See `ops.adapters.AdapterTable`."""

@@ -6,15 +6,12 @@ memory is given up, and that of the full groups, for which they may still be mat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.core.protocols import PrefixCache
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import EventRecorder
 from penstock.kv.window_pool import WindowPool
-
-if TYPE_CHECKING:
-    from penstock.kv.adapter_pages import AdapterPages
 
 Slabs = tuple[int, ...]
 
@@ -25,6 +22,16 @@ class Want(NamedTuple):
     group: int
     num_slabs: int
     num_pages: int
+
+
+class IdleAdapters(Protocol):
+    """Adapters as far as they can be given up: see `kv.adapter_pages.AdapterPages`."""
+
+    num_idle: int
+
+    def first_key(self) -> tuple[int, Any] | None: ...
+
+    def give_up(self) -> int: ...
 
 
 class Room:
@@ -39,7 +46,7 @@ class Room:
         self._pools = pools
         self._cache = cache
         self.events: EventRecorder | None = None
-        self.adapters: AdapterPages | None = None
+        self.adapters: IdleAdapters | None = None
 
     @property
     def num_evictable(self) -> int:

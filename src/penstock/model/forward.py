@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
+from penstock.ops.adapter_units import UnitMemory
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes, StepPlan
 
@@ -116,7 +117,11 @@ class AdaptingForward(Forward, Protocol):
 class PlacingForward(AdaptingForward, Protocol):
     """One whose adapters may lie in memory of somebody else's."""
 
-    def lay(self, prepared: Any, memory: Any) -> Any: ...
+    def lay(self, prepared: Any, memory: UnitMemory) -> Any:
+        """What `prepare` gave with its numbers in `memory`, but those of codes. In any thread.
+
+        Raises: EngineError if there is too little room."""
+        ...
 
 
 @runtime_checkable

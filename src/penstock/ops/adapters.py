@@ -8,7 +8,7 @@ scale sets: Kim et al., "PEQA", arXiv 2305.14152; coded differences: Isik et al.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from penstock.ops.plan import I32
 from penstock.ops.ref.product import linear
 from penstock.ops.step import Step
 from penstock.ops.stored import StoredMatrix
-
-if TYPE_CHECKING:
-    from penstock.ops.adapter_units import PlacedPart
 
 Numbers = npt.NDArray[Any]
 
@@ -63,12 +60,6 @@ class AdapterTable(Protocol):
         """What `put` takes, of what an adapter does to the products of these weights. In any thread."""
         ...
 
-    def lay(self, prepared: Any, memory: Any) -> Any:
-        """The same with its numbers in an `ops.adapter_units.UnitMemory`, but those of codes. In any thread.
-
-        Raises: EngineError if there is too little room."""
-        ...
-
     def put(self, number: int, prepared: Any) -> None:
         """From the next step on, `number` is this adapter."""
         ...
@@ -91,25 +82,26 @@ class AdaptingTable(Protocol):
         ...
 
 
+class StoredPart(Protocol):
+    """What an adapter does to one product, somewhere else."""
+
+    def read(self) -> LowRank: ...
+
+
 class PlainTable:
     """The reference's table. `of(name)` [number] is what each adapter does to the product of that weight."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._parts: dict[str, list[LowRank | PlacedPart | None]] = {}
+        self._parts: dict[str, list[LowRank | StoredPart | None]] = {}
 
-    def of(self, name: str) -> list[LowRank | PlacedPart | None]:
+    def of(self, name: str) -> list[LowRank | StoredPart | None]:
         return self._parts.setdefault(name, [None] * self._count)
 
     def prepare(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         return parts
 
-    def lay(self, parts: Mapping[str, LowRank], memory: Any) -> Mapping[str, PlacedPart]:
-        from penstock.ops.adapter_units import PlacedPart  # which knows what a part is
-
-        return {name: PlacedPart(part, memory) for name, part in parts.items()}
-
-    def put(self, number: int, parts: Mapping[str, LowRank | PlacedPart]) -> None:
+    def put(self, number: int, parts: Mapping[str, LowRank | StoredPart]) -> None:
         self.drop(number)
         for name, part in parts.items():
             self.of(name)[number] = part
@@ -123,7 +115,7 @@ class PlainTable:
         return adapt
 
 
-def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | PlacedPart | None]) -> F32:
+def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | StoredPart | None]) -> F32:
     """y [T, N] as the adapter of each token makes it of x [T, K]; rows without one are those of `y`.
 
     Row by row, as `ops.ref.product.linear`: a row's result does not depend on its company.

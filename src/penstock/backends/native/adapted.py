@@ -43,7 +43,7 @@ class AdaptedNative(NativeForward):
         return self._table.prepare(parts)
 
     def lay(self, prepared: Prepared, memory: UnitMemory) -> Prepared:
-        """See `ops.adapters.AdapterTable`."""
+        """See `model.forward.PlacingForward`."""
         return self._table.lay(prepared, memory)
 
     def put(self, number: int, prepared: Prepared) -> None:

@@ -112,7 +112,7 @@ class NativeTable:
         return PreparedPart(struct, AdapterCodes(scales.ctypes.data, None), (held, scales, base), units)
 
     def lay(self, prepared: Prepared, memory: UnitMemory) -> Prepared:
-        """See `ops.adapters.AdapterTable`."""
+        """See `model.forward.PlacingForward`."""
         found = {}
         for name, entry in prepared.items():
             placed = addresses_of(memory.put(entry.units))
