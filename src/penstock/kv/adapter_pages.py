@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.page_ops import AdapterOp
+from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix.node import PLAIN
 from penstock.kv.prefix.queue import EvictionQueue
 from penstock.kv.room import Want
 
 if TYPE_CHECKING:
     from penstock.core.adapter import AdapterRef
-    from penstock.core.protocols import EvictionPolicy, PrefixCache
+    from penstock.core.protocols import EvictionPolicy
+    from penstock.core.sequence import Sequence as Seq
     from penstock.kv.block_pool import BlockPool
+    from penstock.kv.leaving import Leaving
     from penstock.kv.outbox import Outbox
     from penstock.kv.room import Room
 
@@ -61,16 +64,15 @@ class AdapterPages:
     """
 
     def __init__(
-        self, allowed: AdapterLimits, full: Sequence[int], pools: Sequence[BlockPool], room: Room, cache: PrefixCache,
-        policy: EvictionPolicy, outbox: Outbox,
+        self, allowed: AdapterLimits, full: Sequence[int], pools: Sequence[BlockPool], room: Room,
+        policy: EvictionPolicy, outbox: Outbox, steps: Leaving,
     ) -> None:  # fmt: skip
-        """`full`: indices of the full groups; `policy`: that of `cache`."""
+        """`full`: indices of the full groups; `policy`: that of the prefix cache; `steps`: knows those in flight."""
         self._allowed, self._full, self._pools, self._room = allowed, tuple(full), pools, room
-        self._cache, self._policy, self._outbox = cache, policy, outbox
+        self._cache, self._policy, self._outbox, self._steps = room.cache, policy, outbox, steps
         self._held: dict[bytes, PagedAdapter] = {}
         self._idle = EvictionQueue(policy)
         self._leaving: deque[tuple[int, PagedAdapter]] = deque()
-        self._submitted = self._retired = -1
         self.num_blocks = self.num_idle = 0
 
     @property
@@ -100,6 +102,11 @@ class AdapterPages:
             return None
         return blocks_of(ref, self._allowed.units), 0
 
+    def with_one_more(self, seq: Seq, need: int, room: int) -> tuple[int, int]:
+        """Blocks that a sequence needs, and that can be given up, with its adapter; no room if that has no place."""
+        wanted = self.wanted(seq.request.rules.adapter)
+        return (need, -1 << 40) if wanted is None else (need + wanted[0], room - wanted[1])
+
     def enter(self, ref: AdapterRef | None) -> None:
         """One more sequence has it. `wanted` has looked. Mutates: self, the pools."""
         if ref is None:
@@ -124,17 +131,13 @@ class AdapterPages:
         assert held.num_users >= 0, "an adapter is left more often than it was entered"
         if held.num_users:
             return
-        if self._submitted > self._retired:
-            held.seen = self._submitted
-            self._leaving.append((self._submitted, held))
+        if self._steps.submitted > self._steps.retired:
+            held.seen = self._steps.submitted
+            self._leaving.append((held.seen, held))
         else:
             self._rest(held)
 
-    def submitted(self, step: int) -> None:
-        self._submitted = step
-
     def retired(self, step: int) -> None:
-        self._retired = max(self._retired, step)
         while self._leaving and self._leaving[0][0] <= step:
             seen, held = self._leaving.popleft()
             if not held.num_users and not held.queued and held.seen == seen:
@@ -226,3 +229,16 @@ class AdapterPages:
         sizes = [(len(one.blocks), id(one) in idle) for one in self._held.values()]
         assert self.num_blocks == sum(n for n, _ in sizes), "blocks of adapters are miscounted"
         assert self.num_idle == sum(n for n, rests in sizes if rests), "idle blocks of adapters are miscounted"
+
+
+def pages_of(
+    allowed: AdapterLimits | None, full: Sequence[int], pools: Sequence[BlockPool], room: Room,
+    policy: EvictionPolicy | None, outbox: Outbox, steps: Leaving,
+) -> AdapterPages | None:  # fmt: skip
+    """Those of a manager whose parts these are, which hear of them. None: adapters have memory of their own."""
+    if allowed is None:
+        return None
+    assert full, "there are no blocks for adapters"
+    order = policy or EVICTION_POLICIES.get("lru")()
+    found = room.adapters = steps.adapters = AdapterPages(allowed, full, pools, room, order, outbox, steps)
+    return found

@@ -17,7 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
-from penstock.kv.adapter_pages import AdapterLimits, AdapterPages
+from penstock.kv.adapter_pages import AdapterLimits, pages_of
 from penstock.kv.aside import selections_of
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
@@ -110,14 +110,6 @@ class KVManager:
         self.backing = Backing(self.groups, self.pools, block_size)
         self.outbox = Outbox(self.pools)
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
-        self.adapters: AdapterPages | None = None
-        if adapters is not None:
-            assert self._full, "there are no blocks for adapters"
-            order = policy or EVICTION_POLICIES.get("lru")()
-            self.adapters = AdapterPages(
-                adapters, self._full, self.pools, self._room, self.cache, order, self.outbox
-            )  # fmt: skip
-            self._room.adapters = self.adapters
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
         rule = CHECKPOINT_RULES.get(slot_checkpoint_rule)(distance, block_size)
         self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self.outbox)
@@ -149,6 +141,7 @@ class KVManager:
                 lambda seq: self._leaving.leave(seq.node),
             )  # fmt: skip
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
+        self.adapters = pages_of(adapters, self._full, self.pools, self._room, policy, self.outbox, self._leaving)
         self.hints = Hints(
             self.cache, policy, self._room, self._leaving, self.pools[self._paged[0]] if self._paged else None,
             self.stored, block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
@@ -208,10 +201,7 @@ class KVManager:
         # What is matched stops being evictable the moment it is admitted.
         room = self._room.num_evictable - self.cache.num_idle(match.entry, num_blocks)
         if self.adapters is not None:
-            wanted = self.adapters.wanted(seq.request.rules.adapter)
-            if wanted is None:
-                return False
-            need, room = need + wanted[0], room - wanted[1]
+            need, room = self.adapters.with_one_more(seq, need, room)
         if any(need > self.pools[g].num_free + room for g in self._full):
             return False
         if not self._windows.can_admit(seq, match, num_tokens):
@@ -235,8 +225,7 @@ class KVManager:
         if slots is None:
             self.cache.release(entry)
             raise EngineError(f"{seq} was admitted although no slot is free")
-        if self.adapters is not None:
-            self.adapters.enter(seq.request.rules.adapter)
+        self._leaving.enter(seq)
         seq.tables = [BlockTable() for _ in self.groups]
         self._sharing.enter(seq, blocks)
         for j, g in enumerate(self._slots):
@@ -437,8 +426,7 @@ class KVManager:
         slots = self._states.copy(parent)
         if slots is None:
             return False
-        if self.adapters is not None:
-            self.adapters.enter(child.request.rules.adapter)
+        self._leaving.enter(child)
         for g, table in enumerate(parent.tables):
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
@@ -485,8 +473,7 @@ class KVManager:
         What steps in flight saw of it becomes free, or evictable, when they have retired.
         """
         self.outbox.discard(seq.seq_id)
-        if self.adapters is not None and seq.tables:
-            self.adapters.leave(seq.request.rules.adapter)
+        self._leaving.gone(seq)
         for g, table in enumerate(seq.tables):
             self.selections.release(seq, table, self.pools[g])
         if seq.node is not None:
@@ -523,8 +510,6 @@ class KVManager:
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""
         self._leaving.submitted = step
-        if self.adapters is not None:
-            self.adapters.submitted(step)
         for pool in self.pools:
             pool.submitted(step)
 
@@ -533,8 +518,6 @@ class KVManager:
         for pool in self.pools:
             pool.retired(step)
         self._leaving.retire(step)
-        if self.adapters is not None:
-            self.adapters.retired(step)
 
     @property
     def reclaiming(self) -> bool:
@@ -542,8 +525,6 @@ class KVManager:
         somebody may have waited who is gone. Preempting can wait. Windows slide at almost every step; that helps nobody
         as long as their pool is not what is short.
         """
-        if self.adapters is not None and self.adapters.leaving:
-            return True
         return bool(self._leaving or self.swaps.loads) or any(
             pool.waiting and not (isinstance(pool, WindowPool) and pool.num_free + pool.num_idle) for pool in self.pools
         )

@@ -44,14 +44,14 @@ class Room:
         self._paged = paged
         self._slots = slots
         self._pools = pools
-        self._cache = cache
+        self.cache = cache
         self.events: EventRecorder | None = None
         self.adapters: IdleAdapters | None = None
 
     @property
     def num_evictable(self) -> int:
         """Blocks, a slab of every full group each, that can be given up now."""
-        return self._cache.num_evictable + (0 if self.adapters is None else self.adapters.num_idle)
+        return self.cache.num_evictable + (0 if self.adapters is None else self.adapters.num_idle)
 
     @property
     def num_within_reach(self) -> int:
@@ -94,7 +94,7 @@ class Room:
         if adapters is None or not adapters.num_idle:
             return self.evict(num_blocks)
         while freed < num_blocks:
-            own, text = adapters.first_key(), self._cache.first_key()
+            own, text = adapters.first_key(), self.cache.first_key()
             took_adapter = own is not None and (text is None or own < text)
             more = adapters.give_up() if took_adapter else self.evict(1)
             if not more:
@@ -105,7 +105,7 @@ class Room:
     def evict(self, num_blocks: int, **which: bool) -> int:
         """Evict up to `num_blocks` blocks of texts; returns how many. No step in flight has seen them
         (`KVManager.release`)."""
-        blocks, checkpoints = self._cache.evict(num_blocks, **which)
+        blocks, checkpoints = self.cache.evict(num_blocks, **which)
         self.num_evicted_blocks += len(blocks)
         self.drop(blocks, checkpoints, unseen=True)
         return len(blocks)
