@@ -22,6 +22,8 @@ class LeftAdapters(Protocol):
     @property
     def leaving(self) -> bool: ...
 
+    def with_one_more(self, seq: Sequence, need: int, room: int) -> tuple[int, int]: ...
+
     def enter(self, ref: AdapterRef | None) -> None: ...
 
     def leave(self, ref: AdapterRef | None) -> None: ...
@@ -50,6 +52,10 @@ class Leaving:
     def __bool__(self) -> bool:
         """Whether something is given up when a step in flight retires."""
         return bool(self._seen) or (self.adapters is not None and self.adapters.leaving)
+
+    def with_one_more(self, seq: Sequence, need: int, room: int) -> tuple[int, int]:
+        """Blocks that it needs, and that can be given up for it, its adapter counted."""
+        return (need, room) if self.adapters is None else self.adapters.with_one_more(seq, need, room)
 
     def enter(self, seq: Sequence) -> None:
         """It has memory, and with it its adapter has a user. Mutates: the adapters."""

@@ -200,13 +200,11 @@ class KVManager:
         need = self.selections.blocks_to_admit(seq, num_tokens) - num_blocks
         # What is matched stops being evictable the moment it is admitted.
         room = self._room.num_evictable - self.cache.num_idle(match.entry, num_blocks)
-        if self.adapters is not None:
-            need, room = self.adapters.with_one_more(seq, need, room)
+        need, room = self._leaving.with_one_more(seq, need, room)
         if any(need > self.pools[g].num_free + room for g in self._full):
             return False
-        if not self._windows.can_admit(seq, match, num_tokens):
-            return False
-        return not self._slots or self._states.room(reserved=1 if num_blocks else 0) > 0
+        has_slot = not self._slots or self._states.room(reserved=1 if num_blocks else 0) > 0
+        return has_slot and self._windows.can_admit(seq, match, num_tokens)
 
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give `seq` its tables: the matched blocks, and a slot in every slot group (the checkpoint's copy, or zeros).
@@ -218,7 +216,7 @@ class KVManager:
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
         asked = seq.num_known if seq.request.reads_cache else 0
-        branch = self._branch(seq, match, num_blocks)
+        branch = self._states.branch(seq, match, self._reusable)
         self.hints.asked_by(seq.request)
         entry, blocks = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)
@@ -238,13 +236,6 @@ class KVManager:
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
         self.selections.enter(seq)
-
-    def _branch(self, seq: Sequence, match: PrefixMatch, num_blocks: int) -> int:
-        """See `PrefixCursor.branch`."""
-        if not self._states.wants_branches:
-            return 0
-        _, known = self.cache.match(match.namespace, seq.token_ids, self._reusable(seq), seq.block_keys, False)
-        return known * self.block_size if known > num_blocks else 0
 
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
@@ -275,8 +266,9 @@ class KVManager:
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
         if seq.swapped.generation != self._leaving.generation:
             self._stop_following(seq.node)
-        there = self.swaps.back(seq)
-        return there and (self.stored is None or self.stored.goes_on(seq, self._reusable(seq), self.grow))
+        return self.swaps.back(seq) and (
+            self.stored is None or self.stored.goes_on(seq, self._reusable(seq), self.grow)
+        )
 
     def ended(self, move: int, *, good: bool) -> int:
         """A step has reported move `move`: nothing reads or writes for it any more.
@@ -479,8 +471,7 @@ class KVManager:
         if seq.node is not None:
             self._states.drop_staged(seq.node)
             self.hints.leave(seq)
-        seq.tables = []
-        seq.node = None
+        seq.tables, seq.node = [], None
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
         seq.next_selection = NEVER
