@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=float, default=0.02)
     parser.add_argument("--bfloat16", action="store_true", help="adapters in 16 bits")
+    parser.add_argument("--pool", action="store_true", help="adapters lie in blocks of KV")
     parser.add_argument("--one", action="store_true", help="also one adapter at a time")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
@@ -111,7 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     targets = list(ALL) if options.targets == ["all"] else options.targets
     llm = LLM(
-        options.model, enable_lora=True, max_loras=options.batch, max_cpu_loras=options.adapters, lora_memory=4.0,
+        options.model, enable_lora=True, max_loras=options.batch, max_cpu_loras=options.adapters,
+        lora_memory=None if options.pool else 4.0,
         max_lora_rank=options.rank, dtype=options.dtype, max_num_seqs=options.batch, max_model_len=512,
         threads=options.threads,
     )  # fmt: skip
@@ -148,6 +150,7 @@ def main() -> None:
         result: dict[str, Any] = {
             "model": Path(options.model).name, "targets": targets, "adapters": options.adapters,
             "batch": options.batch, "rank": options.rank, "bfloat16": options.bfloat16, "threads": options.threads,
+            "pool": options.pool,
             "steps_ms": [[b["step_s"] * 1e3, m["step_s"] * 1e3] for b, m in rounds], "speed": ratio, "speed_low": low,
             "alone_equal": True,
         }  # fmt: skip

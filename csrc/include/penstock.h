@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 16
+#define PST_ABI 17
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -367,14 +367,17 @@ typedef struct pst_token_adapters {
     int32_t count;
 } pst_token_adapters;
 
-/* What one adapter does to one product with K inputs and N outputs. All NULL, rank 0: nothing. */
+#define PST_UNIT_BYTES 1024 /* of the numbers of adapters: what lies together in memory */
+
+/* What one adapter does to one product with K inputs and N outputs, in units that lie anywhere. E: numbers of `dtype` in a
+ * unit. All zero: nothing. */
 typedef struct pst_adapter {
-    const void *a;      /* [rank][K] of `dtype`; K filled up with zeros to a multiple of 16 */
-    const void *b;      /* [ceil(N / 64)][rank][64] of `dtype`: what each rank gives to 64 outputs; zeros behind the last */
-    const float *gain;  /* [N], filled up to a multiple of 16, or NULL */
-    const float *shift; /* [N], filled up to a multiple of 16, or NULL */
-    int32_t dtype;      /* PST_F32, PST_F16 or PST_BF16 */
-    int32_t rank;       /* a multiple of 4 */
+    const void *const *units; /* of A [rank / 4][ceil(K / (E / 4))], each [4 ranks][E / 4 inputs]; then of
+                                 B [ceil(N / 64)][ceil(rank / (E / 64))], each [E / 64 ranks][64 outputs]; then, if there are any,
+                                 of the gain and of the shift [ceil(N / 256)], each 256 floats. Zeros behind the last of all */
+    int32_t dtype;            /* PST_F32, PST_F16 or PST_BF16 */
+    int32_t rank;             /* a multiple of 4 */
+    int32_t gain, shift;      /* 1: there is one */
     float factor;
 } pst_adapter;
 

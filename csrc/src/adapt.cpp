@@ -13,51 +13,76 @@ constexpr int ROWS = 4;   // rows of one adapter that read its matrices together
 constexpr int CHAINS = 4;  // ranks whose sums run beside each other
 constexpr int64_t GRAIN = 16;
 
+// Numbers of one type; UNIT of them are a unit.
 struct OfF32 {
+    static constexpr int64_t UNIT = PST_UNIT_BYTES / 4;
     static F at(const void* p, int64_t i) { return load(static_cast<const float*>(p) + i); }
 };
 struct OfF16 {
+    static constexpr int64_t UNIT = PST_UNIT_BYTES / 2;
     static F at(const void* p, int64_t i) { return load_f16(static_cast<const uint16_t*>(p) + i); }
 };
 struct OfBf16 {
+    static constexpr int64_t UNIT = PST_UNIT_BYTES / 2;
     static F at(const void* p, int64_t i) { return load_bf16(static_cast<const uint16_t*>(p) + i); }
 };
 
+int64_t ceiling(int64_t n, int64_t of) { return (n + of - 1) / of; }
+
 // u [N rows, rank] = factor * (x A^T). Each sum is one chain per lane over the inputs in order, then one tree of lanes.
+// Returns the units behind those of A.
 template <class Of, int N>
-void down(const float* const* x, int64_t cols, const pst_adapter& a, float* u) {
-    const int64_t padded = aligned(cols * 4) / 4;
+const void* const* down(const float* const* x, int64_t cols, const pst_adapter& a, float* u) {
+    constexpr int64_t WIDTH = Of::UNIT / CHAINS;
+    const void* const* unit = a.units;
     for (int32_t j = 0; j < a.rank; j += CHAINS) {
         F sums[N][CHAINS];
         for (auto& row : sums)
             for (F& s : row) s = all(0.0f);
-        for (int64_t k = 0; k < cols; k += LANES) {
-            F w[CHAINS];
-            for (int c = 0; c < CHAINS; c++) w[c] = Of::at(a.a, (j + c) * padded + k);
-            for (int r = 0; r < N; r++) {
-                const F v = k + LANES <= cols ? load(x[r] + k) : load(x[r] + k, int(cols - k));
-                for (int c = 0; c < CHAINS; c++) sums[r][c] = fma(v, w[c], sums[r][c]);
+        for (int64_t first = 0; first < cols; first += WIDTH) {
+            const void* weights = *unit++;
+            const int64_t count = std::min(WIDTH, cols - first);
+            for (int64_t k = 0; k < count; k += LANES) {
+                F w[CHAINS];
+                for (int c = 0; c < CHAINS; c++) w[c] = Of::at(weights, c * WIDTH + k);
+                for (int r = 0; r < N; r++) {
+                    const float* from = x[r] + first + k;
+                    const F v = k + LANES <= count ? load(from) : load(from, int(count - k));
+                    for (int c = 0; c < CHAINS; c++) sums[r][c] = fma(v, w[c], sums[r][c]);
+                }
             }
         }
         for (int r = 0; r < N; r++)
             for (int c = 0; c < CHAINS; c++) u[r * a.rank + j + c] = a.factor * sum(sums[r][c]);
     }
+    return unit;
+}
+
+// The 16 floats of output `n` on, of a vector in units.
+F vector_at(const void* const* units, int64_t n) {
+    return load(static_cast<const float*>(units[n / OfF32::UNIT]) + n % OfF32::UNIT);
 }
 
 // y = y * gain? + shift? + u B^T, panel by panel; what comes of u is one chain over the ranks in order.
 template <class Of, int N, class Place>
-void up(const float* u, const pst_adapter& a, int64_t outputs, float* const* y, Place place) {
+void up(const void* const* unit, const float* u, const pst_adapter& a, int64_t outputs, float* const* y, Place place) {
     constexpr int BLOCKS = PST_PANEL / LANES;
+    constexpr int32_t RANKS = Of::UNIT / PST_PANEL;
+    const void* const* gain = unit + ceiling(outputs, PST_PANEL) * ceiling(a.rank, RANKS);
+    const void* const* shift = gain + (a.gain ? ceiling(outputs, OfF32::UNIT) : 0);
     for (int64_t first = 0; first < outputs; first += PST_PANEL) {
         F sums[N][BLOCKS];
         for (auto& row : sums)
             for (F& s : row) s = all(0.0f);
-        const int64_t panel = first * a.rank;
-        for (int32_t j = 0; j < a.rank; j++)
-            for (int b = 0; b < BLOCKS; b++) {
-                const F w = Of::at(a.b, panel + int64_t(j) * PST_PANEL + b * LANES);
-                for (int r = 0; r < N; r++) sums[r][b] = fma(all(u[r * a.rank + j]), w, sums[r][b]);
-            }
+        for (int32_t from = 0; from < a.rank; from += RANKS) {
+            const void* weights = *unit++;
+            const int32_t count = std::min(RANKS, a.rank - from);
+            for (int32_t j = 0; j < count; j++)
+                for (int b = 0; b < BLOCKS; b++) {
+                    const F w = Of::at(weights, int64_t(j) * PST_PANEL + b * LANES);
+                    for (int r = 0; r < N; r++) sums[r][b] = fma(all(u[r * a.rank + from + j]), w, sums[r][b]);
+                }
+        }
         for (int b = 0; b < BLOCKS; b++) {
             const int64_t n = first + b * LANES;
             if (n >= outputs) break;
@@ -65,8 +90,8 @@ void up(const float* u, const pst_adapter& a, int64_t outputs, float* const* y, 
             for (int r = 0; r < N; r++) {
                 float* to = y[r] + place(n);
                 F v = some == LANES ? load(to) : load(to, some);
-                if (a.gain) v = v * load(a.gain + n);
-                if (a.shift) v = v + load(a.shift + n);
+                if (a.gain) v = v * vector_at(gain, n);
+                if (a.shift) v = v + vector_at(shift, n);
                 v = v + sums[r][b];
                 if (some == LANES) store(to, v);
                 else store(to, v, some);
@@ -137,10 +162,10 @@ struct Adapt final : Op {
     }
     template <class Of, int N>
     void placed(const pst_adapter& a, const float* const* in, float* const* out, float* u) const {
-        down<Of, N>(in, x.width, a, u);
+        const void* const* behind_a = down<Of, N>(in, x.width, a, u);
         const int64_t behind = half == 2 ? PST_PANEL / 2 : 0;
-        if (!half) up<Of, N>(u, a, outputs, out, [](int64_t n) { return n; });
-        else up<Of, N>(u, a, outputs, out, [behind](int64_t n) { return n / 32 * PST_PANEL + n % 32 + behind; });
+        if (!half) up<Of, N>(behind_a, u, a, outputs, out, [](int64_t n) { return n; });
+        else up<Of, N>(behind_a, u, a, outputs, out, [behind](int64_t n) { return n / 32 * PST_PANEL + n % 32 + behind; });
     }
 };
 

@@ -14,7 +14,7 @@ struct AdaptTest {
     const int32_t order[T - 1] = {2, 4, 3, 0, 5};
     Dice dice{77};
     Numbers x = dice.reals(T * K), y = dice.reals(T * N), weights = dice.reals(N * K), more = dice.reals(N * K);
-    Numbers a = Numbers(RANK * 48), b = Numbers(PANELS * RANK * PANEL), gain = Numbers(80, 1.25f), shift = dice.reals(80);
+    Numbers a = Numbers(RANK * 64), b = Numbers(PANELS * RANK * PANEL), gain = Numbers(256, 1.25f), shift = dice.reals(256);
     std::vector<std::unique_ptr<Bytes>> memory;
 
     pst_matrix packed(const Numbers& values) {
@@ -42,7 +42,7 @@ struct AdaptTest {
         double sum = 0;
         for (int r = 0; r < RANK; r++) {
             double u = 0;
-            for (int k = 0; k < K; k++) u += double(a[size_t(r * 48 + k)]) * double(x[size_t(t * K + k)]);
+            for (int k = 0; k < K; k++) u += double(a[size_t(r * 64 + k)]) * double(x[size_t(t * K + k)]);
             sum += 0.5 * u * double(b[size_t((n / PANEL * RANK + r) * PANEL + n % PANEL)]);
         }
         return sum;
@@ -50,7 +50,7 @@ struct AdaptTest {
 
     std::string fault() {
         for (int r = 0; r < RANK; r++)
-            for (int k = 0; k < K; k++) a[size_t(r * 48 + k)] = dice.real();
+            for (int k = 0; k < K; k++) a[size_t(r * 64 + k)] = dice.real();
         for (float& v : b) v = dice.real();
         const pst_matrix base = packed(weights), delta = packed(more);
         const Numbers values = unpacked(base), difference = unpacked(delta);
@@ -60,7 +60,8 @@ struct AdaptTest {
             std::memcpy(scales.data() + p * PANEL, static_cast<const uint8_t*>(base.data) + p * pst_panel_bytes(&base), PANEL * 4);
         for (float& s : scales) s *= 3.0f;
         const pst_token_adapters step{of_token, order, T - 1};
-        const pst_adapter lows[] = {{a.data(), b.data(), gain.data(), shift.data(), PST_F32, RANK, 0.5f}, {}, {}};
+        const void* units[] = {a.data(), b.data(), b.data() + RANK * PANEL, gain.data(), shift.data()};
+        const pst_adapter lows[] = {{units, PST_F32, RANK, 1, 1, 0.5f}, {}, {}};
         const pst_adapter_codes codes[] = {{}, {scales.data(), nullptr}, {nullptr, &delta}};
         Tiny tiny(T);
         const int32_t in = tiny.add(x), out = tiny.add(y);

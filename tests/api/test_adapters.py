@@ -159,6 +159,37 @@ def test_metrics_tell_of_adapters(served: httpx.Client) -> None:
     assert 'max_lora="8"' in found["vllm:lora_requests_info"]
     assert float(found["penstock:lora_adapters_wanted_total"].split()[-1]) > 0
     assert float(found["penstock:lora_adapters"].split()[-1]) >= 2
+    blocks = float(found["penstock:lora_blocks"].split()[-1])
+    assert blocks >= float(found["penstock:lora_adapters_in_blocks"].split()[-1]) >= 1
+    assert served.get("/internal/state", headers=ADMIN).json()["kv"]["adapters"] == blocks
+
+
+def test_J26_an_adapter_that_the_pool_has_no_room_for_is_refused_at_the_door(tmp_path: Path) -> None:
+    nano_folder(tmp_path / "small", 1, targets=TARGETS)
+    nano_folder(tmp_path / "large", 2, rank=64, targets=(*TARGETS, "k_proj", "o_proj", "gate_proj", "down_proj"))
+    few: dict[str, Any] = {
+        "model": str(nano()), "served_model_name": "nano", "port": 0, "ops": "ref", "max_model_len": 64,
+        "block_size": 16, "num_gpu_blocks_override": 5, "engine_in_process": True, "admin_api_key": "sk-admin",
+    }  # fmt: skip
+    with (
+        pytest.raises(
+            ConfigError, match=r"lora_modules: the adapter large takes \d+ blocks of KV memory, and of the 5"
+        ),
+        LiveServer(serve_from_kwargs(lora_modules=f"large={tmp_path}/large", **few)),
+    ):
+        pass
+    config = serve_from_kwargs(lora_modules=f"small={tmp_path}/small", lora_root=str(tmp_path), **few)
+    with LiveServer(config) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        ask: dict[str, Any] = {"prompt": [5] * 50, "max_tokens": 4, "temperature": 0}
+        assert client.post("/v1/completions", json={"model": "nano", **ask}).status_code == 200
+        refused = client.post("/v1/completions", json={"model": "small", **ask})
+        assert refused.status_code == 400
+        assert "by the size of the KV cache this model's maximum context length is 48" in refused.text
+        assert client.post("/v1/completions", json={"model": "small", **ask, "prompt": [5] * 40}).status_code == 200
+        load = {"lora_name": "large", "lora_path": "large"}
+        refused = client.post("/v1/load_lora_adapter", json=load, headers=ADMIN)
+        assert refused.status_code == 400
+        assert "lora_path: the adapter large takes" in refused.text
 
 
 def test_modules_on_the_command_line(folders: Path, tmp_path: Path) -> None:

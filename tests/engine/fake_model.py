@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Recurrent
+from penstock.ops.adapter_units import UnitMemory
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.tree import path
 
@@ -20,17 +21,18 @@ MOD = 65521
 VOCAB = 29
 
 
-def attention(window: int | None = None) -> Layer:
-    return Layer(mixer=Attention(num_heads=1, num_kv_heads=1, head_dim=1, window=window), ffn=FeedForward(width=1))
+def attention(window: int | None = None, width: int = 1) -> Layer:
+    return Layer(mixer=Attention(num_heads=1, num_kv_heads=1, head_dim=width, window=window), ffn=FeedForward(width=1))
 
 
-def spec(*, slots: bool, layers: int = 2, windows: Sequence[int | None] = ()) -> ModelSpec:
+def spec(*, slots: bool, layers: int = 2, windows: Sequence[int | None] = (), width: int = 1) -> ModelSpec:
     """One-element planes: just enough to hold a token id (attention) or a running hash (recurrent, windows).
 
-    `windows`: one attention layer each in place of the usual ones; at least one of them wider than a token.
+    `windows`: one attention layer each in place of the usual ones; at least one of them wider than a token. `width`: of
+    planes whose blocks shall have room for adapters.
     """
     recurrent = Layer(mixer=Recurrent(num_heads=1, key_dim=1, value_dim=1), ffn=FeedForward(width=1))
-    attentions = [attention(window) for window in windows or [None] * layers]
+    attentions = [attention(window, width) for window in windows or [None] * layers]
     mixers = [layer for a in attentions for layer in ((a, recurrent) if slots else (a,))]
     return ModelSpec(
         family="fake", vocab_size=VOCAB, hidden_size=1, layers=tuple(mixers), max_position=512, eos_token_ids=(2,)
@@ -59,6 +61,11 @@ def history_hash(tokens: Sequence[int]) -> int:
     return h
 
 
+def adapted_hash(h: int, mark: int) -> int:
+    """What logits come of for a request with this adapter, 1 or more; 0: without one."""
+    return (h + 7919 * mark) % MOD
+
+
 class FakeForward:
     """Satisfies the runner's `Forward`. Counts the tokens it ran."""
 
@@ -69,6 +76,25 @@ class FakeForward:
         self.max_batch = 0
         self.num_layers = sum(group.pages_per_slab for group in groups)
         self._pause: Callable[[int], None] | None = None
+        self._adapters: dict[int, tuple[int, list[np.ndarray]]] = {}
+
+    # An adapter is a mark, and units that are full of it; a step looks at all of those that it has.
+
+    def prepare(self, parts: tuple[int, int]) -> tuple[int, list[np.ndarray]]:
+        """`parts`: the mark, and how many units."""
+        mark, num_units = parts
+        return mark, [np.full((num_units, 1024), mark, np.uint8)]
+
+    def lay(self, prepared: tuple[int, list[np.ndarray]], memory: UnitMemory) -> tuple[int, list[np.ndarray]]:
+        mark, (units,) = prepared
+        return mark, memory.put(units)
+
+    def put(self, number: int, prepared: tuple[int, list[np.ndarray]]) -> None:
+        assert number not in self._adapters, "two adapters have one number"
+        self._adapters[number] = prepared
+
+    def drop(self, number: int) -> None:
+        del self._adapters[number]
 
     def pause(self, call: Callable[[int], None] | None) -> None:
         self._pause = call
@@ -123,10 +149,20 @@ class FakeForward:
 
     def _logits(self, plan: StepPlan, hashes: np.ndarray) -> np.ndarray:
         return (
-            np.stack([logits_of(int(hashes[r])) for r in plan.logits_indices])
+            np.stack([logits_of(adapted_hash(int(hashes[r]), self._mark(plan, r))) for r in plan.logits_indices])
             if len(plan.logits_indices)
             else (np.zeros((0, VOCAB), dtype=np.float32))
         )
+
+    def _mark(self, plan: StepPlan, token: int) -> int:
+        if plan.adapters is None:
+            return 0
+        number = int(plan.adapters[np.searchsorted(plan.query_start_loc, token, side="right") - 1])
+        if number < 0:
+            return 0
+        mark, pieces = self._adapters[number]
+        assert all((piece == mark).all() for piece in pieces), "somebody wrote over an adapter"
+        return mark
 
     def _in_turns(self, plan: StepPlan, planes: Sequence[Planes], hashes: np.ndarray) -> None:
         """Layer by layer, all rows of each: models of one full group alone."""

@@ -81,6 +81,7 @@ class Knobs:
     expert_prediction: str = "none"
     adapters: int = 0  # that run at once; 0: none are served
     adapters_held: int = 0
+    adapter_pool: bool = False  # they lie in blocks of KV
     merge: float | None = None
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
@@ -153,6 +154,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_lora=k.adapters > 0,
         max_loras=k.adapters or 1,
         max_cpu_loras=k.adapters_held or k.adapters or 1,
+        lora_memory=None if k.adapter_pool else 1.0,
         lora_merge_threshold=k.merge,
     )
 
@@ -168,7 +170,7 @@ def fake_engine(
     events: Any = None,
 ) -> tuple[EngineCore, FakeForward]:
     """An engine over the suspicious mock model: for laws that need thousands of steps."""
-    spec = fake_spec(slots=slots, windows=windows)
+    spec = fake_spec(slots=slots, windows=windows, width=256 // k.block_size if k.adapter_pool else 1)
     plan = plan_for(spec, k)
     forward = FakeForward(plan.groups)
     if k.num_drafts:
@@ -177,6 +179,7 @@ def fake_engine(
     core = connect(
         config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
         drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan), events=events,
+        load_adapter=lambda ref: (int(ref.path), ref.num_units),
     )  # fmt: skip
     return core, forward
 

@@ -15,15 +15,16 @@ import numpy as np
 from penstock.base.rng import uniform
 from penstock.core.request import Request
 from penstock.core.sampling import RepetitionDetectionParams, TokenRules
-from tests.engine.fake_model import history_hash, logits_of
+from tests.engine.fake_model import adapted_hash, history_hash, logits_of
 from tests.oracle import NaiveModel
 
 Logits = Callable[[tuple[int, ...]], np.ndarray]
 """Tokens so far -> logits [V] of the next one."""
 
 
-def fake_logits(tokens: tuple[int, ...]) -> np.ndarray:
-    return logits_of(history_hash(tokens))
+def fake_logits(tokens: tuple[int, ...], mark: int = 0) -> np.ndarray:
+    """`mark`: of the request's adapter."""
+    return logits_of(adapted_hash(history_hash(tokens), mark))
 
 
 def model_logits(model: NaiveModel) -> Logits:

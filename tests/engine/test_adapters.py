@@ -239,6 +239,7 @@ class _Kv:
     def __init__(self) -> None:
         self.ops: list[Any] = []
         self.outbox = self
+        self.adapters = None
 
     def add(self, op: Any) -> None:
         self.ops.append(op)

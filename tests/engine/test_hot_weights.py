@@ -31,6 +31,7 @@ from tests.engine.harness import (
     tiny,
 )
 from tests.engine.naive import Logits, beam_search, choose, generate, model_logits
+from tests.engine.test_adapter_pages import sized
 from tests.engine.test_adapters import adapted, parts
 from tests.engine.test_laws_models import CONTROLS, draw_knobs, workload
 from tests.native.running import ISAS
@@ -288,8 +289,9 @@ def test_a_recorded_run_with_swaps_replays(tmp_path: Path) -> None:
     }
 
 
-def test_adapters_go_over_with_their_rows() -> None:
-    """Each token is that of the adapter over the weights in force."""
+@pytest.mark.parametrize("pool", [False, True])
+def test_adapters_go_over_with_their_rows(pool: bool) -> None:
+    """Each token is that of the adapter over the weights in force, wherever its numbers are."""
     name, rng = "llama_gqa", random.Random("adapters and swaps")
 
     @cache
@@ -305,13 +307,17 @@ def test_adapters_go_over_with_their_rows() -> None:
 
     knobs = draw_knobs(rng)
     knobs.adapters, knobs.adapters_held, knobs.num_blocks, knobs.block_size = 2, 2, 96, 4
+    if pool:
+        knobs.adapter_pool, knobs.num_blocks, knobs.block_size = True, 40, 16
     core = engine(name, knobs, load_adapter=lambda ref: parts(name, int(ref.path)))
     numbers: list[int | None] = [None, 0, 1, 2, 0, 1]
     asked = [
-        adapted(request(PROMPT[: 4 + i], request_id=str(i), max_tokens=10), number) for i, number in enumerate(numbers)
+        sized(adapted(request(PROMPT[: 4 + i], request_id=str(i), max_tokens=10), number))
+        for i, number in enumerate(numbers)
     ]
     spans = in_turmoil(core, asked, rng, ["wait", "recompute"], knobs, holds=True)
     assert core.stats.num_weight_swaps >= 2
+    assert (core.kv.adapters is not None) == pool
     for r, number in zip(asked, numbers, strict=True):
         runs, start = spans.of[r.request_id, 0], len(r.prompt_token_ids)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from penstock.core.adapter import AdapterRef, namespace_of
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sampling import RepetitionDetectionParams
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
-from tests.engine.naive import beam_search, fake_logits, generate
+from tests.engine.naive import Logits, beam_search, fake_logits, generate
 
 EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "16"))
 STEPS = 40
@@ -60,7 +62,11 @@ knobs = st.builds(
     num_drafts=st.sampled_from([0, 1, 3, 8]),
     draft_depth=st.sampled_from([1, 3, 63]),
     draft_share=st.sampled_from([0.3, 0.9]),
+    adapters=st.sampled_from([0, 1, 2]),
+    adapters_held=st.sampled_from([2, 3]),
+    adapter_pool=st.sampled_from([True, True, False]),
 )
+REFS = [AdapterRef(b"%d" % mark, str(mark), 1, num_units=units) for mark, units in ((1, 1), (2, 5), (3, 9))]
 
 CIRCLES = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
 rules_of_chance = st.fixed_dictionaries(
@@ -96,6 +102,8 @@ class EngineMachine(RuleBasedStateMachine):
             step = knobs.budget if knobs.threshold == 0 else min(knobs.budget, knobs.threshold)
             least = -(-(max(w or 0 for w in self.windows) - 1 + step * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, least + seed % 3 * 4)
+        if knobs.adapter_pool:
+            knobs.num_blocks += 5  # an adapter takes no more
         only_full = not (self.slots or self.windows)
         knobs.offload = knobs.offload and only_full and knobs.host_blocks > 0 and knobs.prefix_cache != "none"
         self.core, _ = fake_engine(knobs, slots=self.slots, windows=self.windows)
@@ -116,6 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
         beam=st.sampled_from([None, None, None, None, 2, 3]),
         eos=st.booleans(),
         taint=st.sampled_from(["", "", "", "lossy"]),
+        adapter=st.sampled_from([None, None, *REFS]),
         circles=st.sampled_from([None, None, CIRCLES]),
         chance=rules_of_chance,
     )
@@ -129,6 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
         beam: int | None,
         eos: bool,
         taint: str,
+        adapter: AdapterRef | None,
         circles: RepetitionDetectionParams | None,
         chance: dict[str, Any],
     ) -> None:
@@ -145,6 +155,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             beam_width=beam,
             taint=taint,
+            adapter=adapter if self.knobs.adapters else None,
+            namespace=namespace_of(b"", adapter if self.knobs.adapters else None),
             repetition=None if beam is not None else circles,
             **chance,
         )
@@ -187,13 +199,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert_idle(self.core)
         for request_id, r in self.requests.items():
             got = self.collector.requests[request_id]
+            logits = partial(fake_logits, mark=0 if r.rules.adapter is None else int(r.rules.adapter.path))
             if r.beam is not None:
                 if (request_id, 0) not in self.aborted:
-                    check_beams(r, got.beams)
+                    check_beams(r, got.beams, logits)
                 continue
             for index in range(r.n):
                 aborted = (request_id, index) in self.aborted
-                tokens, reason = generate(fake_logits, r, index)
+                tokens, reason = generate(logits, r, index)
                 seen = got.tokens.get(index, [])
                 assert index in got.reasons, "a request was lost"
                 if aborted and got.reasons[index] == "abort":
@@ -202,8 +215,8 @@ class EngineMachine(RuleBasedStateMachine):
                     assert (seen, got.reasons[index]) == (tokens, reason)
 
 
-def check_beams(r: Request, beams: list[tuple[list[int], float, str]]) -> None:
-    expected = beam_search(fake_logits, r)
+def check_beams(r: Request, beams: list[tuple[list[int], float, str]], logits: Logits = fake_logits) -> None:
+    expected = beam_search(logits, r)
     assert [(b[0], b[2]) for b in beams] == [(e[0], e[2]) for e in expected]
     for b, e in zip(beams, expected, strict=True):
         assert b[1] == pytest.approx(e[1], abs=1e-4)

@@ -14,6 +14,7 @@ from penstock.base.bf16 import F32
 from penstock.core.protocols import AttentionBackend
 from penstock.model.adapted import adapted
 from penstock.model.graph import NO_LAYER, STEP_INPUTS, Graph, Node, Value, layer_bounds
+from penstock.ops.adapter_units import PlacedPart, UnitMemory
 from penstock.ops.adapters import AdaptingTable, LowRank, PlainTable
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.step import Step
@@ -149,7 +150,11 @@ class AdaptedProgram(Program):
         """See `ops.adapters.AdapterTable`."""
         return self._table.prepare(parts)
 
-    def put(self, number: int, parts: Mapping[str, LowRank]) -> None:
+    def lay(self, parts: Mapping[str, LowRank], memory: UnitMemory) -> Mapping[str, PlacedPart]:
+        """See `model.forward.PlacingForward`."""
+        return {name: PlacedPart(part, memory) for name, part in parts.items()}
+
+    def put(self, number: int, parts: Mapping[str, LowRank | PlacedPart]) -> None:
         """See `ops.adapters.AdapterTable`."""
         self._table.put(number, parts)
 

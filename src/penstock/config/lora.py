@@ -32,7 +32,12 @@ class LoraConfig(Section):
         minimum=1,
         maximum=4096,
     )
-    lora_memory: float = setting(1.0, "GiB of memory for the numbers of adapters.", above=0.0)
+    lora_memory: float | None = setting(
+        None,
+        "GiB of memory of their own for the numbers of adapters. By default they lie in blocks of the KV memory, which "
+        "both share; where that cannot be (docs/concepts/adapters.md), 1.",
+        above=0.0,
+    )
     finetune_root: str | None = setting(
         None, "Folder of fine-tuning jobs (/v1/fine_tuning/jobs): the engine trains adapters in the time that requests "
         "leave, on the CPU, with torch, and the server serves them. Sets enable_lora. None: nothing is trained."
@@ -66,7 +71,13 @@ class LoraConfig(Section):
 
     @property
     def max_bytes(self) -> int:
-        return int(self.lora_memory * 2**30)
+        """Of memory of their own, if they have that."""
+        return int((self.lora_memory or 1.0) * 2**30)
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes of one adapter; None: as many as fit into the KV memory."""
+        return None if self.lora_memory is None else self.max_bytes
 
 
 def check_lora(lora: LoraConfig, offload_format: str, *, moving: bool = False) -> None:

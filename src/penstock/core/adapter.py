@@ -8,15 +8,19 @@ import msgspec
 
 from penstock.base.hashing import digest
 
+UNIT_BYTES = 1024
+"""Of the numbers of adapters, what lies together in memory (`ops.adapter_units`)."""
+
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An adapter by what is in it: `hash` of its numbers, and the folder `path` where a rank finds them. `num_bytes`:
-    of the numbers; `name`: what the request calls it, for people."""
+    of the numbers; `name`: what the request calls it, for people; `num_units`: of UNIT_BYTES, that it fills at most."""
 
     hash: bytes
     path: str
     num_bytes: int = 0
     name: str = ""
+    num_units: int = 0
 
 
 class LoRARequest(NamedTuple):

@@ -54,6 +54,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     module_chunk: int = 0
     module_recompute: float = 0.0
     """These two: see `text.limits.Limits`."""
+    adapter_units: int = 0
+    """The same, where adapters lie in blocks of KV."""
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
 

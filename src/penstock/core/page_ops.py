@@ -154,10 +154,14 @@ class BlendOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):
 
 class AdapterOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
     """Somebody who waits has this adapter: read it beside the steps. No page moves. `merge`: steps of it alone run on
-    weights with the adapter in them from now on (True), on the model's own again (False)."""
+    weights with the adapter in them from now on (True), on the model's own again (False).
+
+    `blocks`: of the pool, one slab of each full group: from here on they are the adapter's, which is to be read into
+    them beside the steps; none: it is given up, and what it had is anybody's."""
 
     adapter: AdapterRef
     merge: bool | None = None
+    blocks: tuple[tuple[int, ...], ...] | None = None
 
 
 OutsideOp = PutOp | GetOp | DropOp | KeepOp | FetchOp | AdapterOp

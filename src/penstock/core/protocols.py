@@ -212,6 +212,14 @@ class PrefixCache(Protocol):
         """Checkpoints kept; every one can be given up. O(1)."""
         ...
 
+    def tick(self) -> int:
+        """The number of one more operation, as `EvictionPolicy` counts them, for entries of others in one order."""
+        ...
+
+    def first_key(self) -> tuple[int, Any] | None:
+        """Rank and key, by the policy, of the entry whose blocks `evict` gives up first; None: there is none."""
+        ...
+
     def match(
         self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool
     ) -> tuple[Any, int]:

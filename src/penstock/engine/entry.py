@@ -143,6 +143,8 @@ class Entry:
             return
         if control.kind == "sleep":
             self._kv.reset_prefix_cache()
+            if self._kv.adapters is not None:
+                self._kv.adapters.give_up_all()
             self._kv.backing.gives_all = True
             return
         if control.kind == "evict_prefix_cache":

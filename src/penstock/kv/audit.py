@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.adapter_pages import AdapterPages
     from penstock.kv.swap import SwapIn
 
 
@@ -29,12 +30,14 @@ class Audit:
         cache: PrefixCache,
         block_size: int,
         generation: int,
+        adapters: AdapterPages | None = None,
     ) -> None:
         self.groups = groups
         self.pools = pools
         self.cache = cache
         self.block_size = block_size
         self.generation = generation
+        self.adapters = adapters
         self.per_token = [g.index for g in groups if g.spec.per_token]
         self.full = [g.index for g in groups if g.spec.kind == "paged"]
         self.slots = [g.index for g in groups if g.spec.kind == "slot"]
@@ -62,6 +65,8 @@ class Audit:
             self._sequence(seq, cached)
         for load in loads.values():
             self._count(list(range(len(self.groups))), load.slabs)
+        if self.adapters is not None:
+            self._adapters(self.adapters, live)
         self._references()
         self.held.extend(leaving)
         self.cache.check_invariants(self.held)
@@ -71,6 +76,16 @@ class Audit:
         )
         owners = {seq.seq_id for seq in live if seq.tables}
         assert pending <= owners, f"table updates wait for sequences {pending - owners} that own nothing"
+
+    def _adapters(self, adapters: AdapterPages, live: list[Seq]) -> None:
+        """Blocks of adapters are nobody else's, and adapters have the users that they count."""
+        for held in adapters.held:
+            for block in held.blocks:
+                for g, slab in zip(self.full, block, strict=True):
+                    assert not self.slabs[g][slab], f"slab {slab} of group {g} has an adapter's numbers and is in use"
+                    self.slabs[g][slab] = 1
+        users = Counter(ref.hash for seq in live if seq.tables and (ref := seq.request.rules.adapter) is not None)
+        adapters.check_invariants(dict(users))
 
     def _count(self, groups: list[int], columns: Sequence[Sequence[int]]) -> None:
         """`columns`: of each group, the slabs that somebody holds."""

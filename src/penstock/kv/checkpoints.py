@@ -13,7 +13,7 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import PrefixCache
 from penstock.core.sequence import Sequence
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.cursor import PrefixCursor
+from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.outbox import Outbox
 
 
@@ -151,10 +151,13 @@ class Checkpoints:
         """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint; at least 1."""
         return min(n, self.rule.next(seq, start) - start) if self._keeps else n
 
-    @property
-    def wants_branches(self) -> bool:
-        """Whether cursors need to know where their sequences part from what is known."""
-        return self._keeps and self.rule.branches
+    def branch(self, seq: Sequence, match: PrefixMatch, reusable: Callable[[Sequence], int]) -> int:
+        """See `PrefixCursor.branch`. `reusable`: blocks that a sequence may take from the prefix cache."""
+        if not (self._keeps and self.rule.branches):
+            return 0
+        _, known = self._cache.match(match.namespace, seq.token_ids, reusable(seq), seq.block_keys, False)
+        known *= self.block_size
+        return known if known > match.num_tokens else 0
 
     def _due(self, seq: Sequence, position: int) -> bool:
         return position > 0 and self.rule.next(seq, position - 1) == position

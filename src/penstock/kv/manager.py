@@ -17,6 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
+from penstock.kv.adapter_pages import AdapterLimits, pages_of
 from penstock.kv.aside import selections_of
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
@@ -61,6 +62,7 @@ class KVManager:
         events: what enters and leaves the prefix cache is recorded; only with groups of blocks.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
+        adapters: adapters lie in blocks of the full groups, too; None: they have memory of their own.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
         keeping: what sequences give up of their caches; only where there is one full group and no other.
@@ -88,6 +90,7 @@ class KVManager:
         store: StoreSettings | None = None,
         events: EventSettings | None = None,
         pin_share: float = 0.0,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -138,6 +141,7 @@ class KVManager:
                 lambda seq: self._leaving.leave(seq.node),
             )  # fmt: skip
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
+        self.adapters = pages_of(adapters, self._full, self.pools, self._room, policy, self.outbox, self._leaving)
         self.hints = Hints(
             self.cache, policy, self._room, self._leaving, self.pools[self._paged[0]] if self._paged else None,
             self.stored, block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
@@ -195,12 +199,12 @@ class KVManager:
         num_blocks = match.num_tokens // self.block_size
         need = self.selections.blocks_to_admit(seq, num_tokens) - num_blocks
         # What is matched stops being evictable the moment it is admitted.
-        room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
+        room = self._room.num_evictable - self.cache.num_idle(match.entry, num_blocks)
+        need, room = self._leaving.with_one_more(seq, need, room)
         if any(need > self.pools[g].num_free + room for g in self._full):
             return False
-        if not self._windows.can_admit(seq, match, num_tokens):
-            return False
-        return not self._slots or self._states.room(reserved=1 if num_blocks else 0) > 0
+        has_slot = not self._slots or self._states.room(reserved=1 if num_blocks else 0) > 0
+        return has_slot and self._windows.can_admit(seq, match, num_tokens)
 
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give `seq` its tables: the matched blocks, and a slot in every slot group (the checkpoint's copy, or zeros).
@@ -212,13 +216,14 @@ class KVManager:
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
         asked = seq.num_known if seq.request.reads_cache else 0
-        branch = self._branch(seq, match, num_blocks)
+        branch = self._states.branch(seq, match, self._reusable)
         self.hints.asked_by(seq.request)
         entry, blocks = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)
         if slots is None:
             self.cache.release(entry)
             raise EngineError(f"{seq} was admitted although no slot is free")
+        self._leaving.enter(seq)
         seq.tables = [BlockTable() for _ in self.groups]
         self._sharing.enter(seq, blocks)
         for j, g in enumerate(self._slots):
@@ -231,13 +236,6 @@ class KVManager:
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
         self.selections.enter(seq)
-
-    def _branch(self, seq: Sequence, match: PrefixMatch, num_blocks: int) -> int:
-        """See `PrefixCursor.branch`."""
-        if not self._states.wants_branches:
-            return 0
-        _, known = self.cache.match(match.namespace, seq.token_ids, self._reusable(seq), seq.block_keys, False)
-        return known * self.block_size if known > num_blocks else 0
 
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
@@ -268,8 +266,9 @@ class KVManager:
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
         if seq.swapped.generation != self._leaving.generation:
             self._stop_following(seq.node)
-        there = self.swaps.back(seq)
-        return there and (self.stored is None or self.stored.goes_on(seq, self._reusable(seq), self.grow))
+        return self.swaps.back(seq) and (
+            self.stored is None or self.stored.goes_on(seq, self._reusable(seq), self.grow)
+        )
 
     def ended(self, move: int, *, good: bool) -> int:
         """A step has reported move `move`: nothing reads or writes for it any more.
@@ -419,6 +418,7 @@ class KVManager:
         slots = self._states.copy(parent)
         if slots is None:
             return False
+        self._leaving.enter(child)
         for g, table in enumerate(parent.tables):
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
@@ -465,13 +465,13 @@ class KVManager:
         What steps in flight saw of it becomes free, or evictable, when they have retired.
         """
         self.outbox.discard(seq.seq_id)
+        self._leaving.gone(seq)
         for g, table in enumerate(seq.tables):
             self.selections.release(seq, table, self.pools[g])
         if seq.node is not None:
             self._states.drop_staged(seq.node)
             self.hints.leave(seq)
-        seq.tables = []
-        seq.node = None
+        seq.tables, seq.node = [], None
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
         seq.next_selection = NEVER
@@ -523,7 +523,7 @@ class KVManager:
     def stats(self) -> KVStats:
         return kv_stats(
             self.groups, self.pools, self.cache, self._room, self.swaps, self.stored, self.selections,
-            num_cow_copies=self._num_cow_copies,
+            self.adapters, num_cow_copies=self._num_cow_copies,
         )  # fmt: skip
 
     @property
@@ -543,5 +543,5 @@ class KVManager:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)
         self.swaps.check_invariants(live)
-        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation)
+        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation, self.adapters)
         audit.run(live, self.hints.entries(), self.outbox.pending(), self.swaps.loads)

@@ -11,6 +11,7 @@ from penstock.kv.window_pool import WindowPool
 if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
+    from penstock.kv.adapter_pages import AdapterPages
     from penstock.kv.block_pool import BlockPool
     from penstock.kv.room import Room
     from penstock.kv.selection import KeepAll
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class GroupStats:
     """Slabs of one cache group that are not kept back: total = free + used + evictable + quarantined.
 
-    `evictable`: only the prefix cache has them, and it can give them up now. `used` includes broken slabs, and cached
-    blocks that a running sequence (or a step in flight) stands on.
+    `evictable`: only the prefix cache, or an adapter that nobody has, has them, and they can be given up now. `used`
+    includes broken slabs, and cached blocks that a running sequence (or a step in flight) stands on.
     """
 
     total: int
@@ -45,6 +46,8 @@ class KVStats:
     came back; `num_layer_waits`: decodes that waited a step for theirs. `num_store_query_tokens`,
     `num_store_hit_tokens`: of prompts, looked up in stores outside this process, and found there. `num_module_tokens`,
     `num_module_hit_tokens`, `num_blended_tokens`: of modules, wanted, copied, and computed again (`kv.modules`).
+    `num_adapters_held`, `num_adapter_blocks`: now, adapters that lie in blocks of the pool, and these
+    (`kv.adapter_pages`).
     """
 
     groups: tuple[GroupStats, ...]
@@ -65,22 +68,25 @@ class KVStats:
     num_module_tokens: int = 0
     num_module_hit_tokens: int = 0
     num_blended_tokens: int = 0
+    num_adapters_held: int = 0
+    num_adapter_blocks: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
                  "num_loaded_blocks", "num_layerwise", "num_layers_back", "num_layer_waits", "num_store_query_tokens",
                  "num_store_hit_tokens", "num_module_tokens", "num_module_hit_tokens",
-                 "num_blended_tokens")  # fmt: skip
+                 "num_blended_tokens", "num_adapters_held", "num_adapter_blocks")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names}
 
 
-def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> GroupStats:
-    """Of the pool of `group`, whose idle slabs `cache` has (or, of a window group, the pool itself)."""
+def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache, num_evictable: int) -> GroupStats:
+    """Of the pool of `group`, whose idle slabs `cache` has (or, of a window group, the pool itself); of full ones
+    `num_evictable`, those of adapters included."""
     if isinstance(pool, WindowPool):
         evictable = pool.num_idle
     else:
-        evictable = cache.num_checkpoints if group.spec.kind == "slot" else cache.num_evictable
+        evictable = cache.num_checkpoints if group.spec.kind == "slot" else num_evictable
     total = pool.num_slabs - pool.num_kept_back
     used = total - pool.num_free - evictable - pool.num_quarantined
     return GroupStats(total, pool.num_free, used, evictable, pool.num_quarantined)
@@ -88,12 +94,12 @@ def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> Group
 
 def kv_stats(
     groups: Sequence[CacheGroup], pools: Sequence[BlockPool], cache: PrefixCache, room: Room, swaps: Swaps,
-    stored: StoredBlocks | None, selections: KeepAll, *, num_cow_copies: int,
+    stored: StoredBlocks | None, selections: KeepAll, adapters: AdapterPages | None, *, num_cow_copies: int,
 ) -> KVStats:  # fmt: skip
     """What the parts of a manager have counted."""
     offloaded, loaded = swaps.num_blocks
     return KVStats(
-        groups=tuple(group_stats(g, p, cache) for g, p in zip(groups, pools, strict=True)),
+        groups=tuple(group_stats(g, p, cache, room.num_evictable) for g, p in zip(groups, pools, strict=True)),
         num_cow_copies=num_cow_copies,
         num_prefix_query_tokens=cache.num_query_tokens,
         num_prefix_hit_tokens=cache.num_hit_tokens,
@@ -105,4 +111,6 @@ def kv_stats(
         num_loaded_blocks=loaded,
         num_store_query_tokens=0 if stored is None else stored.num_query_tokens,
         num_store_hit_tokens=0 if stored is None else stored.num_hit_tokens,
+        num_adapters_held=0 if adapters is None else len(adapters.held),
+        num_adapter_blocks=0 if adapters is None else adapters.num_blocks,
     )

@@ -63,9 +63,9 @@ class AdapterBook:
             return self._known[key]
         lora = self._lora
         facts = adapter_facts(
-            folder, self.sites, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes, codes=self._codes
+            folder, self.sites, max_rank=lora.max_lora_rank, max_bytes=lora.largest, codes=self._codes
         )
-        ref = AdapterRef(facts.hash, str(folder), facts.num_bytes)
+        ref = AdapterRef(facts.hash, str(folder), facts.num_bytes, num_units=facts.num_units)
         self._known[key] = ref
         return ref
 
@@ -105,7 +105,7 @@ def adapter_loader(config: EngineConfig, checkpoint: Checkpoint) -> Load | None:
 
     def load(ref: AdapterRef) -> Mapping[str, LowRank]:
         return load_adapter(
-            Path(ref.path), book.sites, base, hash=ref.hash, max_rank=lora.max_lora_rank, max_bytes=lora.max_bytes,
+            Path(ref.path), book.sites, base, hash=ref.hash, max_rank=lora.max_lora_rank, max_bytes=lora.largest,
             codes=codes,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from penstock.engine.grower import Grower
 from penstock.executor import EXECUTORS
 from penstock.executor.rank import Progress, RankFactory, RankSpec
 from penstock.kv import KV_MANAGERS
+from penstock.kv.adapter_pages import AdapterLimits
 from penstock.kv.events import EventSettings
 from penstock.kv.manager import KVManager
 from penstock.kv.stored import StoreSettings
@@ -29,6 +30,7 @@ from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
 from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
+from penstock.plan.adapters import adapter_units
 from penstock.plan.hidden import keeps_hidden
 from penstock.plan.memory import MODEST_TOKENS
 from penstock.plan.probe import Free, free_memory
@@ -72,14 +74,17 @@ def assemble(
 
 def connect(
     config: EngineConfig, plan: Plan, forward: Forward, vocab_size: int, *, backend: Backend | None = None,
-    drafter: Drafter | None = None, **engine: Any,
+    drafter: Drafter | None = None, load_adapter: Load | None = None, **engine: Any,
 ) -> EngineCore:  # fmt: skip
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
 
-    `backend`: whose sampler is used; `drafter`: another than the settings name. `poison`, `wire`: see `RankSpec`; all
+    `backend`: whose sampler is used; `drafter`: another than the settings name; `load_adapter`: what a `forward` with
+    adapters makes them of. `poison`, `wire`: see `RankSpec`; all
     else: see `engine_over`.
     """
-    parts = Parts(forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter)
+    parts = Parts(
+        forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter, load_adapter=load_adapter
+    )  # fmt: skip
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -225,6 +230,7 @@ def engine_core(
 
     `timer` predicts steps: preemption may then weigh costs; with `seconds_budget` steps are bounded in seconds too.
     """
+    units = adapter_units(config, plan.groups, plan.block_size)
     kv: KVManager = KV_MANAGERS.get(config.cache.kv_allocator)(
         plan.groups,
         plan.num_slabs,
@@ -243,6 +249,7 @@ def engine_core(
         store=store,
         events=events,
         pin_share=config.cache.kv_pin_share,
+        **({"adapters": AdapterLimits(units, config.lora.in_memory)} if units else {}),
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
     shared = WithShares(make_policy(config.scheduler.scheduling_policy))

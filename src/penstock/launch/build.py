@@ -36,6 +36,7 @@ from penstock.launch.progress import loading
 from penstock.launch.rank import build_rank, limits_of, open_files
 from penstock.launch.selection import keeping_of
 from penstock.launch.store import Hold, ModelStore
+from penstock.plan.adapters import adapter_units
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
@@ -222,7 +223,10 @@ def foreseen(config: EngineConfig, machine: Machine | None = None) -> tuple[Plan
 
 def _limits(config: EngineConfig, spec: ModelSpec, generation: Mapping[str, Any], plan: Plan) -> Limits:
     limits, cache = limits_of(spec, generation, plan), config.cache
-    return replace(limits, module_chunk=cache.module_chunk_tokens, module_recompute=cache.module_recompute)
+    return replace(
+        limits, module_chunk=cache.module_chunk_tokens, module_recompute=cache.module_recompute,
+        adapter_units=adapter_units(config, plan.groups, plan.block_size), block_size=plan.block_size,
+    )  # fmt: skip
 
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:
@@ -274,6 +278,7 @@ def _info(
         module_tokens=config.cache.block_size if config.cache.kv_allocator == "modules" else 0,
         module_chunk=limits.module_chunk,
         module_recompute=limits.module_recompute,
+        adapter_units=limits.adapter_units,
         decisions=[(d.name, d.value, d.why) for d in plan.decisions],
     )
 

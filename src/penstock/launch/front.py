@@ -92,6 +92,8 @@ def limits_from(
         num_words=info.num_words,
         module_chunk=info.module_chunk,
         module_recompute=info.module_recompute,
+        adapter_units=info.adapter_units,
+        block_size=info.block_size,
         max_n=max_n,
         max_logprobs=max_logprobs,
         max_logprob_entries=max_logprob_entries,

@@ -23,9 +23,18 @@ from penstock.launch.kv_store import addresses_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
-from penstock.model.forward import AdaptingForward, Forward, LayeredForward, MergingForward, StepLimits, WarmedForward
+from penstock.model.forward import (
+    AdaptingForward,
+    Forward,
+    LayeredForward,
+    MergingForward,
+    PlacingForward,
+    StepLimits,
+    WarmedForward,
+)
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes
+from penstock.plan.adapters import adapter_units
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
@@ -124,7 +133,15 @@ def make_rank(
                 "dtype float32, no quantization); leave it away",
                 field="lora_merge_threshold",
             )
-        storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
+        if adapter_units(config, plan.groups, plan.block_size):
+            from penstock.runner.paged_adapters import PagedAdapters
+
+            assert isinstance(forward, PlacingForward), "backends with units of adapters have such"
+            storage.adapters = PagedAdapters(
+                forward, parts.load_adapter, lora.in_memory, clock, storage.planes, plan.groups, storage.adapters
+            )  # fmt: skip
+        else:
+            storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size) if like is None else like.rows
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     streams = None

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
+from penstock.ops.adapter_units import UnitMemory
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes, StepPlan
 
@@ -110,6 +111,17 @@ class AdaptingForward(Forward, Protocol):
     def put(self, number: int, prepared: Any) -> None: ...
 
     def drop(self, number: int) -> None: ...
+
+
+@runtime_checkable
+class PlacingForward(AdaptingForward, Protocol):
+    """One whose adapters may lie in memory of somebody else's."""
+
+    def lay(self, prepared: Any, memory: UnitMemory) -> Any:
+        """What `prepare` gave with its numbers in `memory`, but those of codes. In any thread.
+
+        Raises: EngineError if there is too little room."""
+        ...
 
 
 @runtime_checkable

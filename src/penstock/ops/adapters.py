@@ -82,20 +82,26 @@ class AdaptingTable(Protocol):
         ...
 
 
+class StoredPart(Protocol):
+    """What an adapter does to one product, somewhere else."""
+
+    def read(self) -> LowRank: ...
+
+
 class PlainTable:
     """The reference's table. `of(name)` [number] is what each adapter does to the product of that weight."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._parts: dict[str, list[LowRank | None]] = {}
+        self._parts: dict[str, list[LowRank | StoredPart | None]] = {}
 
-    def of(self, name: str) -> list[LowRank | None]:
+    def of(self, name: str) -> list[LowRank | StoredPart | None]:
         return self._parts.setdefault(name, [None] * self._count)
 
     def prepare(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         return parts
 
-    def put(self, number: int, parts: Mapping[str, LowRank]) -> None:
+    def put(self, number: int, parts: Mapping[str, LowRank | StoredPart]) -> None:
         self.drop(number)
         for name, part in parts.items():
             self.of(name)[number] = part
@@ -109,7 +115,7 @@ class PlainTable:
         return adapt
 
 
-def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:
+def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | StoredPart | None]) -> F32:
     """y [T, N] as the adapter of each token makes it of x [T, K]; rows without one are those of `y`.
 
     Row by row, as `ops.ref.product.linear`: a row's result does not depend on its company.
@@ -119,9 +125,10 @@ def adapt(x: F32, y: F32, step: Step, parts: list[LowRank | None]) -> F32:
         return y
     out = y.copy()
     for b, number in enumerate(numbers.tolist()):
-        part = None if number < 0 else parts[number]
-        if part is None:
+        found = None if number < 0 else parts[number]
+        if found is None:
             continue
+        part = found if isinstance(found, LowRank) else found.read()
         a, up = (widen(m) if m.dtype == np.uint16 else m.astype(np.float32) for m in (part.a, part.b))
         for t in range(step.bounds[b], step.bounds[b + 1]):
             row = out[t] if part.codes is None else _coded(x[t : t + 1], out[t], part.codes)

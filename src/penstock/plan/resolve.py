@@ -21,6 +21,7 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
+from penstock.plan.adapters import adapter_decision, adapter_units
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.experts import experts_in_memory
 from penstock.plan.hidden import hidden_decision
@@ -154,9 +155,10 @@ def resolve(
         on_demand=not config.cache.kv_allocator.startswith("contiguous"),
     )
     if config.lora.enable_lora:
-        all_weights += config.lora.max_bytes
-        why = f"adapters at once; {config.lora.in_memory} are kept, in up to {gib(config.lora.max_bytes)}"
+        all_weights += 0 if adapter_units(config, groups, block_size) else config.lora.max_bytes
+        why = f"adapters at once; {config.lora.in_memory} are kept"
         decisions.add("max_loras", config.lora.max_loras, f"{why}, of rank {config.lora.max_lora_rank} at most")
+        decisions.extend([adapter_decision(config, groups, block_size)])
     budget = budget_for(config.cache, all_weights, machine, sizes, demand)
     memory = plan_memory(config.cache, sizes, demand, budget)
     num_slabs = sizes.per_group(memory.num_blocks, memory.num_slots, memory.window_blocks)

@@ -18,6 +18,7 @@ from penstock.base.clock import Clock
 from penstock.base.errors import EngineError, PenstockError
 from penstock.core.adapter import AdapterRef
 from penstock.core.batch import RowError, ScheduledRow, SchedulerOutput, StepOutput
+from penstock.core.page_ops import AdapterOp
 from penstock.model.forward import AdaptingForward, MergingForward
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import StepPlan
@@ -35,7 +36,7 @@ class _Held:
     used: int = 0
 
 
-def _failed(coming: Future[Any]) -> bool:
+def failed(coming: Future[Any]) -> bool:
     """It has come to nothing, perhaps long ago: worth another look."""
     return coming.done() and coming.exception() is not None
 
@@ -56,6 +57,13 @@ class RankAdapters:
         self._pool: ThreadPoolExecutor | None = None
         self.counts = (0, 0, 0, 0.0)
         """Asked for by rows; of those, in memory already; given up; seconds that steps waited for the others."""
+
+    def order(self, op: AdapterOp) -> None:
+        """What a step orders. Mutates: self, the model."""
+        if op.merge is None:
+            self.fetch(op.adapter)
+        else:
+            self.merge(op.adapter if op.merge else None)
 
     def fetch(self, ref: AdapterRef) -> None:
         """Somebody who waits in the queue has it: read it in a thread, if there is room beside those that rows have."""
@@ -124,7 +132,7 @@ class RankAdapters:
         start_s = self._clock.now()
         try:
             ready = (
-                self._read(ref) if held is None or held.coming is None or _failed(held.coming) else held.coming.result()
+                self._read(ref) if held is None or held.coming is None or failed(held.coming) else held.coming.result()
             )
         except (PenstockError, OSError) as error:
             self._held.pop(ref.hash, None)

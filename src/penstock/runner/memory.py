@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,11 @@ def give_back(parts: Iterable[Part]) -> None:
             continue
         if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED) != 0:
             _LOG.debug("memory is not given back: errno %d", ctypes.get_errno())
+
+
+def slab_parts(planes: Mapping[str, Array], pages: range) -> list[Part]:
+    """Of planes [pages, ...], what these pages have."""
+    return [(a, pages.start * a.strides[0], pages.stop * a.strides[0]) for a in planes.values()]
 
 
 def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:

@@ -134,10 +134,7 @@ class Storage:
                 continue
             if isinstance(op, AdapterOp):
                 assert self.adapters is not None, f"{op}: this rank has no adapters"
-                if op.merge is None:
-                    self.adapters.fetch(op.adapter)
-                else:
-                    self.adapters.merge(op.adapter if op.merge else None)
+                self.adapters.order(op)
                 continue
             if isinstance(op, OutsideOp):
                 assert self.outside is not None, f"{op}: there is no such tier"

@@ -149,7 +149,15 @@ class WithAdapters:
                 refs.setdefault(ref.hash, ref)
                 if len(refs) == WINDOW:
                     break
-        for key, ref in refs.items():
-            if key not in self._named:
-                self._kv.outbox.add(AdapterOp(ref))
-        self._named = set(refs)
+        new = [ref for key, ref in refs.items() if key not in self._named]
+        self._named &= set(refs)
+        if not new:
+            return
+        pages = self._kv.adapters
+        if pages is not None:  # what had to make room meanwhile is read again at its turn
+            there = [ref for key, ref in refs.items() if key not in self._named or pages.has(key)]
+            self._named |= {ref.hash for ref in pages.ahead(there)}
+            return
+        for ref in new:
+            self._kv.outbox.add(AdapterOp(ref))
+        self._named |= set(refs)

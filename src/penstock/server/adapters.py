@@ -17,6 +17,7 @@ from penstock.server.errors import WireError
 if TYPE_CHECKING:
     from penstock.core.adapter import AdapterRef
     from penstock.launch.adapters import AdapterBook
+    from penstock.text.limits import Limits
 
 MAX_NAMES = 4096
 _NAME = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
@@ -30,14 +31,15 @@ class Adapters:
     """
 
     def __init__(
-        self, book: AdapterBook, known: Mapping[str, AdapterRef], root: str | None, taken: Iterable[str]
+        self, book: AdapterBook, known: Mapping[str, AdapterRef], root: str | None, taken: Iterable[str], limits: Limits
     ) -> None:
-        """`known`: those that are there from the start; `taken`: names of the model itself."""
-        self.book, self._root, self._taken = book, root, frozenset(taken)
+        """`known`: those that are there from the start; `taken`: names of the model itself; `limits`: of its engine."""
+        self.book, self._root, self._taken, self._limits = book, root, frozenset(taken), limits
         self.names: dict[str, AdapterRef] = {}
         for name, ref in known.items():
             self._check_name(name)
             self.names[name] = replace(ref, name=name)
+            limits.beside(self.names[name], "lora_modules")
 
     def of(self, name: str | None) -> AdapterRef | None:
         return None if name is None else self.names.get(name)
@@ -65,6 +67,7 @@ class Adapters:
             ref = await asyncio.to_thread(self.book.read, folder)
         except ModelError as error:
             raise InputError(f"lora_path: {error}", param="lora_path") from None
+        self._limits.beside(replace(ref, name=name), "lora_path")
         self._check_free(name)
         self.names[name] = replace(ref, name=name)
 

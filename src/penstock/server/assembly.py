@@ -31,6 +31,7 @@ from penstock.text.template import check_template
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.launch.adapters import AdapterBook
+    from penstock.text.limits import Limits
 
 
 def checked(config: ServeConfig) -> str | None:
@@ -84,7 +85,9 @@ async def furnish(server: Server, config: ServeConfig, parts: Iterable[Any]) -> 
     """Raises ConfigError."""
     front: Front = server.parts["front"]
     if front.adapters is not None:
-        server.adapters = await open_adapters(config.server, front.adapters, [server.model_name, *server.aliases])
+        server.adapters = await open_adapters(
+            config.server, front.adapters, [server.model_name, *server.aliases], server.service.limits
+        )  # fmt: skip
         if config.engine.lora.finetune_root is not None:
             from penstock.server.finetuning import jobs  # nobody else needs it
 
@@ -103,13 +106,15 @@ def with_adapters(config: ServeConfig) -> ServeConfig:
     return replace(config, engine=replace(config.engine, lora=lora))
 
 
-async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence[str]) -> Adapters:
+async def open_adapters(
+    config: ServerConfig, book: AdapterBook, taken: Sequence[str], limits: Limits
+) -> Adapters:  # fmt: skip
     """Those of lora_modules, read and checked. Raises ConfigError."""
     from penstock.launch.adapters import read_modules  # nobody else needs it
 
     known = await asyncio.to_thread(read_modules, book, config.lora_modules)
     try:
-        return Adapters(book, known, config.lora_root, taken)
+        return Adapters(book, known, config.lora_root, taken, limits)
     except InputError as error:
         raise ConfigError(str(error), field="lora_modules") from None
 

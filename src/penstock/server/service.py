@@ -352,7 +352,7 @@ def _with_length(call: Call, limits: Limits) -> SamplingParams | BeamSearchParam
     params, most = call.params, call.default_max_tokens
     if not isinstance(params, SamplingParams) or params.max_tokens is not None or most is None:
         return params
-    left = limits.context[0] - len(call.prompt.ids)
+    left = limits.beside(call.adapter).context[0] - len(call.prompt.ids)
     if left < max(1, params.min_tokens):
         return params  # the validator says what is too much
     return msgspec.structs.replace(params, max_tokens=min(left, max(most, params.min_tokens)))

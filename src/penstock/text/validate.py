@@ -229,6 +229,7 @@ def build_request(
     if not limits.generates:
         raise InputError(NO_TEXT, param="model")
     validate_sampling(params, limits=limits)
+    limits = limits.beside(adapter)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
     if not modules and limits.module_chunk:
         modules, recompute = (
@@ -289,7 +290,7 @@ def build_pooling_request(
     """
     check_pooling(pooling, limits)
     _sequence(param, prompt_token_ids)
-    room, what = limits.context
+    room, what = limits.beside(adapter).context
     if not 1 <= len(prompt_token_ids) <= room:
         raise InputError(
             f"{param} has {len(prompt_token_ids)} tokens; at least 1 is needed, and {what} {room} tokens",

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32, widen
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.base.hashing import digest
+from penstock.core.adapter import UNIT_BYTES
 from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import Attention, ModelSpec
 from penstock.core.weight_map import Cut
@@ -26,6 +27,7 @@ from penstock.families.quantization.gather import is_rows
 from penstock.formats.files import quoted, read_exactly
 from penstock.formats.peft import PeftFolder, PeftModule, read_peft
 from penstock.formats.tensor_ref import TensorRef
+from penstock.ops.adapter_units import UnitShape
 from penstock.ops.adapters import LowRank
 from penstock.ops.stored import StoredMatrix
 from penstock.weights.coded_adapters import bias_of, check_coded, coded_part
@@ -58,6 +60,8 @@ class AdapterFacts(NamedTuple):
     rank: int
     num_bytes: int
     modules: tuple[str, ...]
+    num_units: int
+    """At most, see `ops.adapter_units`; codes count as their bytes."""
 
 
 def sites_of(weights: Mapping[str, WeightRef], products: Mapping[str, tuple[int, int]]) -> dict[str, list[Site]]:
@@ -134,8 +138,12 @@ def _rows(cut: Cut) -> npt.NDArray[np.int64] | None:
     return rows_of(cut) if is_rows(cut) else None
 
 
-def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int, codes: bool = True) -> AdapterFacts:
-    """Reads and checks all of a folder. `codes`: those of codes can run. Raises: ModelError, UnsupportedError."""
+def adapter_facts(
+    folder: Path, sites: Sites, *, max_rank: int, max_bytes: int | None, codes: bool = True
+) -> AdapterFacts:  # fmt: skip
+    """Reads and checks all of a folder. `max_bytes`: that it may have; None: any number. `codes`: those of codes run.
+
+    Raises: ModelError, UnsupportedError."""
     found = _checked(folder, sites, max_rank, max_bytes)
     if found.kind != "LORA" and not codes:
         raise UnsupportedError(f"{quoted(folder)}: deltas and sets of scales run on the CPU's own kernels and the "
@@ -144,7 +152,26 @@ def adapter_facts(folder: Path, sites: Sites, *, max_rank: int, max_bytes: int, 
         for role, tensor in module.tensors.items():
             if role != "codes":
                 _numbers(tensor)
-    return AdapterFacts(content_hash(found), found.max_rank, found.num_bytes, tuple(found.modules))
+    units = _num_units(found, sites)
+    return AdapterFacts(content_hash(found), found.max_rank, found.num_bytes, tuple(found.modules), units)
+
+
+def _num_units(found: PeftFolder, sites: Sites) -> int:
+    if found.kind != "LORA":
+        return -(-found.num_bytes // UNIT_BYTES)
+    total = 0
+    for name, module in found.modules.items():
+        roles = module.tensors
+        rank = roles["a"].shape[0] if "a" in roles else 0
+        types = {roles[role].dtype for role in ("a", "b") if role in roles}
+        wide = "magnitude" in roles or len(types) != 1 or types == {"F32"}
+        for site in module_sites(sites, name):
+            shape = UnitShape.of(
+                site.outputs if site.rows is None else len(site.rows), site.inputs, rank, 4 if wide else 2,
+                gain="magnitude" in roles, shift=bool({"magnitude", "bias", "b_bias"} & set(roles)),
+            )  # fmt: skip
+            total += shape.num_units
+    return total
 
 
 def content_hash(found: PeftFolder) -> bytes:
@@ -158,7 +185,7 @@ def content_hash(found: PeftFolder) -> bytes:
 
 
 def load_adapter(
-    folder: Path, sites: Sites, base: Callable[[str], F32], *, hash: bytes, max_rank: int, max_bytes: int,
+    folder: Path, sites: Sites, base: Callable[[str], F32], *, hash: bytes, max_rank: int, max_bytes: int | None,
     codes: Callable[[str], StoredMatrix | None] | None = None,
 ) -> dict[str, LowRank]:  # fmt: skip
     """Weight -> what the adapter does to its product. `base(name)`: a weight of the model as float32, asked for by DoRA
@@ -190,11 +217,11 @@ def module_sites(sites: Sites, module: str) -> list[Site]:
     return sites[near[0]] if len(near) == 1 else []
 
 
-def _checked(folder: Path, sites: Sites, max_rank: int, max_bytes: int) -> PeftFolder:
+def _checked(folder: Path, sites: Sites, max_rank: int, max_bytes: int | None) -> PeftFolder:
     found = read_peft(folder)
     if found.max_rank > max_rank:
         raise ModelError(f"{quoted(folder)} has rank {found.max_rank}; max_lora_rank is {max_rank}: raise it")
-    if found.num_bytes > max_bytes:
+    if max_bytes is not None and found.num_bytes > max_bytes:
         raise ModelError(f"{quoted(folder)} has {found.num_bytes} bytes; lora_memory allows {max_bytes}: raise it")
     for name, module in found.modules.items():
         own = module_sites(sites, name)

@@ -68,7 +68,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "memory_bytes": None, "offload_rates": "auto", "weight_memory_bytes": None, "weight_prefetch": 1,
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "cascade_attention": True, "expert_memory_bytes": None, "expert_eviction": "lru", "expert_prediction": "none",
-        "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None, "lora_memory": 1.0,
+        "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None, "lora_memory": None,
         "finetune_root": None, "finetune_share": 0.05,
         "lora_merge_threshold": None,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,

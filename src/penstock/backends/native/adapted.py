@@ -14,6 +14,7 @@ from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.adapted import adapted
 from penstock.model.graph import Graph
+from penstock.ops.adapter_units import UnitMemory
 from penstock.ops.adapters import LowRank
 from penstock.ops.native.abi import Format
 from penstock.ops.native.adapters import AdaptedBase, NativeTable, Prepared
@@ -40,6 +41,10 @@ class AdaptedNative(NativeForward):
     def prepare(self, parts: Mapping[str, LowRank]) -> Prepared:
         """See `ops.adapters.AdapterTable`."""
         return self._table.prepare(parts)
+
+    def lay(self, prepared: Prepared, memory: UnitMemory) -> Prepared:
+        """See `model.forward.PlacingForward`."""
+        return self._table.lay(prepared, memory)
 
     def put(self, number: int, prepared: Prepared) -> None:
         """See `ops.adapters.AdapterTable`."""

@@ -21,6 +21,14 @@ class NoCache:
     def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self._tick = 0
+
+    def tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def first_key(self) -> None:
+        return None
 
     def match(
         self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool

@@ -60,6 +60,13 @@ class EvictionQueue:
                 return entry
         return None
 
+    def first_key(self) -> tuple[int, Any] | None:
+        """Rank, and key by the policy, of the entry that goes first; None if there is none."""
+        heap = self._heap
+        while heap and heap[0][3].queued != heap[0][2]:
+            heappop(heap)
+        return (heap[0][0], heap[0][1]) if heap else None
+
     def first_is_demoted(self) -> bool:
         """Whether what goes first was demoted."""
         heap = self._heap

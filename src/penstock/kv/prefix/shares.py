@@ -7,6 +7,8 @@ policy decides. Without shares there is one owner, and the policy decides alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.core.protocols import EvictionPolicy
 from penstock.kv.prefix.node import Owner, PrefixNode, SlotCheckpoint
 from penstock.kv.prefix.queue import EvictionQueue
@@ -34,16 +36,23 @@ class SharedQueue:
             self._queues[entry.owner].discard(entry)
 
     def pop(self) -> PrefixNode | None:
+        queue = self._next()
+        found: PrefixNode | None = None if queue is None else queue.pop()
+        return found
+
+    def first_key(self) -> tuple[int, Any] | None:
+        """Of the entry that `pop` takes: see `EvictionQueue`."""
+        queue = self._next()
+        return None if queue is None else queue.first_key()
+
+    def _next(self) -> EvictionQueue | None:
+        """The queue whose first entry goes first."""
         queues = self._queues
         if len(queues) > 1:
             queues = {owner: queue for owner, queue in queues.items() if len(queue)}
-            if not queues:
-                return None
-            found: PrefixNode | None = queues[max(queues, key=self._excess)].pop()
-            return found
-        (queue,) = queues.values() or (EvictionQueue(self._policy),)
-        only: PrefixNode | None = queue.pop()
-        return only
+        if len(queues) > 1:
+            return queues[max(queues, key=self._excess)]
+        return next(iter(queues.values()), None)
 
     def _excess(self, owner: Owner) -> float:
         return (owner.num_kept if self._below else owner.num_idle) / owner.share

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.protocols import EvictionPolicy
 from penstock.kv.prefix.insight import Insight
@@ -65,6 +65,13 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         return self._num_evictable
+
+    def tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def first_key(self) -> tuple[int, Any] | None:
+        return self._leaves.first_key()
 
     @property
     def num_checkpoints(self) -> int:

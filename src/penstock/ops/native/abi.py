@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 16
+ABI = 17
 PANEL = 64
 
 
@@ -206,12 +206,11 @@ class TokenAdapters(c.Structure):
 
 class Adapter(c.Structure):
     _fields_ = (
-        ("a", c.c_void_p),
-        ("b", c.c_void_p),
-        ("gain", c.c_void_p),
-        ("shift", c.c_void_p),
+        ("units", c.c_void_p),
         ("dtype", c.c_int32),
         ("rank", c.c_int32),
+        ("gain", c.c_int32),
+        ("shift", c.c_int32),
         ("factor", c.c_float),
     )
 

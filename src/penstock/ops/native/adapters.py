@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.base.bf16 import F32
 from penstock.base.errors import UnsupportedError
+from penstock.core.adapter import UNIT_BYTES
 from penstock.core.panels import panels_of
+from penstock.ops.adapter_units import CHAINS, UnitMemory, Units, addresses_of, shape_of, units_of
 from penstock.ops.adapters import LowRank, Numbers, Rescaled, tokens_of
 from penstock.ops.native.abi import PANEL, Act, Adapter, AdapterCodes, Format, TokenAdapters
 from penstock.ops.native.matrix import Packed, pack
@@ -19,7 +20,7 @@ from penstock.ops.native.packers import DTYPES
 from penstock.ops.plan import StepPlan
 from penstock.ops.stored import StoredMatrix
 
-_LANES, _CHAINS = 16, 4
+_NO_UNITS: Units = np.zeros((0, UNIT_BYTES), np.uint8)
 _SCALE_TYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 2: np.dtype(np.uint16)}
 """Of `pst_scale`."""
 
@@ -32,11 +33,12 @@ class AdaptedBase(NamedTuple):
 
 
 class PreparedPart(NamedTuple):
-    """What an adapter does to one product, and what the structs point into."""
+    """What an adapter does to one product, its numbers in `units`, and what the structs point into."""
 
     low: Adapter
     codes: AdapterCodes | None
     held: tuple[Any, ...]
+    units: Units
 
 
 Prepared = Mapping[str, PreparedPart]
@@ -85,7 +87,7 @@ class NativeTable:
         """`base(name)`: a weight of the model, held as codes. Raises KeyError if it is held otherwise."""
         self._count, self._library, self._base = count, library, base
         self.bases: dict[str, AdaptedBase | None] = {}
-        self.largest = _filled(max_rank, _CHAINS)
+        self.largest = _filled(max_rank, CHAINS)
         self.step = _StepAdapters()
         self._slots: dict[str, _Slots] = {}
 
@@ -97,16 +99,28 @@ class NativeTable:
         return {name: self._entry(name, part) for name, part in parts.items()}
 
     def _entry(self, name: str, part: LowRank) -> PreparedPart:
-        struct, held = packed(part)
+        units = units_of(part)
+        struct, held = packed(part, [units])
         if part.codes is None:
-            return PreparedPart(struct, None, held)
+            return PreparedPart(struct, None, held, units)
         if isinstance(part.codes, StoredMatrix):
             panels = panels_of(part.codes.format, part.codes.shape[1])
             delta = pack(self._library, [part.codes], Format.BLOCK, Act.F32, panels=panels, as_stored=True)
-            return PreparedPart(struct, AdapterCodes(None, delta.address), (held, delta))
+            return PreparedPart(struct, AdapterCodes(None, delta.address), (held, delta), units)
         base = self._base(name)
         scales = scale_panels(part.codes, base)
-        return PreparedPart(struct, AdapterCodes(scales.ctypes.data, None), (held, scales, base))
+        return PreparedPart(struct, AdapterCodes(scales.ctypes.data, None), (held, scales, base), units)
+
+    def lay(self, prepared: Prepared, memory: UnitMemory) -> Prepared:
+        """See `model.forward.PlacingForward`."""
+        found = {}
+        for name, entry in prepared.items():
+            placed = addresses_of(memory.put(entry.units))
+            low = Adapter.from_buffer_copy(entry.low)
+            low.units = placed.ctypes.data
+            held = (placed,) if entry.codes is None else (placed, *entry.held[1:])
+            found[name] = PreparedPart(low, entry.codes, held, _NO_UNITS)
+        return found
 
     def needs(self, prepared: Prepared) -> bool:
         """Whether programs made before have no place for codes of these. Mutates: `bases`."""
@@ -122,7 +136,7 @@ class NativeTable:
 
     def put(self, number: int, prepared: Prepared) -> None:
         self.drop(number)
-        for name, (struct, codes, held) in prepared.items():
+        for name, (struct, codes, held, _) in prepared.items():
             slots = self.of(name)
             slots.structs[number], slots.held[number] = struct, held
             slots.codes.structs[number] = AdapterCodes() if codes is None else codes
@@ -143,21 +157,13 @@ class NativeTable:
         self.step.struct.count = len(order)
 
 
-def packed(part: LowRank) -> tuple[Adapter, tuple[Numbers | None, ...]]:
-    """`pst_adapter`, and what it points into."""
-    rank, cols = part.a.shape
-    rows = len(part.b)
-    ranks = _filled(rank, _CHAINS)
-    a = np.zeros((ranks, _filled(cols, _LANES)), part.a.dtype)
-    a[:rank, :cols] = part.a
-    b = np.zeros((-(-rows // PANEL), ranks, PANEL), part.b.dtype)
-    whole = np.zeros((len(b) * PANEL, rank), part.b.dtype)
-    whole[:rows] = part.b
-    b[:, :rank] = whole.reshape(len(b), PANEL, rank).transpose(0, 2, 1)
-    gain, shift = (None if v is None else _vector(v) for v in (part.gain, part.shift))
-    held = (a, b, gain, shift)
-    pointers = [None if v is None else v.ctypes.data for v in held]
-    return Adapter(*pointers, int(DTYPES[a.dtype]), ranks, part.factor), held
+def packed(part: LowRank, pieces: Sequence[Units]) -> tuple[Adapter, tuple[Any, ...]]:
+    """`pst_adapter` of a part whose units lie in `pieces`, and what it points into."""
+    shape, addresses = shape_of(part), addresses_of(pieces)
+    struct = Adapter(
+        addresses.ctypes.data, int(DTYPES[part.a.dtype]), shape.rank, shape.gain, shape.shift, part.factor
+    )  # fmt: skip
+    return struct, (addresses, *pieces)
 
 
 def scale_panels(codes: Rescaled, base: AdaptedBase) -> Numbers:
@@ -174,12 +180,6 @@ def scale_panels(codes: Rescaled, base: AdaptedBase) -> Numbers:
     whole = np.zeros((_filled(outputs, lanes), groups), scales.dtype)
     whole[:outputs] = scales
     return np.ascontiguousarray(whole.reshape(-1, lanes, groups).swapaxes(1, 2))
-
-
-def _vector(v: F32) -> F32:
-    out = np.zeros(_filled(len(v), _LANES), np.float32)
-    out[: len(v)] = v
-    return out
 
 
 def _filled(n: int, to: int) -> int:

@@ -466,6 +466,11 @@ class Metrics(Collector):
             if (name := adapter_name(stream)) is not None:
                 states[stream.started].add(name)
         yield from self._gauge("lora_adapters", "Adapters that requests may name.", len(self.server.adapters.names))
+        counters = self.server.client.snapshot.counters
+        text = "Blocks of KV memory that adapters have now."
+        yield from self._gauge("lora_blocks", text, counters.get("num_adapter_blocks", 0))
+        text = "Adapters that lie in these."
+        yield from self._gauge("lora_adapters_in_blocks", text, counters.get("num_adapters_held", 0))
         names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         info = self.server.client.info
         decided = {} if info is None else {name: value for name, value, _ in info.decisions}

@@ -140,6 +140,7 @@ async def state(request: Request) -> Response:
             "dtype": info.dtype, "kv_dtype": info.kv_dtype, "num_params": info.num_params,
         },
         "kv": {
+            "adapters": int(snapshot.counters.get("num_adapter_blocks", 0)),
             "total": snapshot.kv_total, "used": snapshot.kv_used, "cached": snapshot.kv_evictable,
             "held_bytes": memory.get("kv"), "limit_bytes": memory.get("kv_limit"),
             "refusals": stats.counter("num_kv_refusals"), "why": why.get("kv_cache_memory_bytes", "it was given"),
