@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import sim_measured, sim_search
 from penstock.cli.sim_output import Bar, check_folders, write
-from penstock.cli.sim_workload import add_workload, count, positive, share, workload_of
+from penstock.cli.sim_workload import DEFAULT_SPEC, add_workload, count, find_model, positive, share, workload_of
 
 if TYPE_CHECKING:
-    from penstock.core.model_spec import ModelSpec
     from penstock.sim.metrics import Slo
     from penstock.sim.result import SimResult
     from penstock.sim.service import Service
     from penstock.sim.workload import Workload
 
-DEFAULT_SPEC = "llama-3.1-8b"
 MAX_RUNS = 32
 ACTIONS = {"calibrate": sim_measured.calibrate, "compare": sim_measured.compare, "search": sim_search.search}
 
@@ -216,22 +214,6 @@ def _labelled(key: str, value: Any) -> str:
         "max_model_len": "context",
     }
     return str(value) if isinstance(value, str) else f"{short.get(key, key.replace('_', ' '))} {value}"
-
-
-def find_model(args: argparse.Namespace) -> tuple[ModelSpec, str]:
-    """The model that --model or --spec names, and its name. Raises ConfigError, ModelError."""
-    from penstock.base.errors import ConfigError
-    from penstock.families.registry import read_spec
-    from penstock.sim.specs import find_spec
-
-    model = getattr(args, "model", None)
-    if model is None:
-        name = args.spec or DEFAULT_SPEC
-        return find_spec(name), name
-    if args.spec is not None:
-        raise ConfigError("--model and --spec both name a model; give one of them", field="spec")
-    path = Path(model)
-    return read_spec(model), path.parent.name if path.name == "config.json" else path.name.removesuffix(".config.json")
 
 
 def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimResult:
