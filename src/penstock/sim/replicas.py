@@ -16,9 +16,9 @@ from penstock.base.clock import MonotonicClock, VirtualClock
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.hashing import digest
 from penstock.base.registry import Registry
-from penstock.sim.driver import Progress, Run
+from penstock.sim.driver import Progress, WorkloadRun
 from penstock.sim.result import RequestColumns, SimResult
-from penstock.sim.service import Service
+from penstock.sim.service import SimulatedService
 from penstock.sim.timeline import Series
 from penstock.sim.workload import TimedRequest, Workload
 
@@ -84,7 +84,7 @@ class Prefix:
 class Replicas:
     """What is run: `service` so many times. `processes`: at most so many, if the router does not watch."""
 
-    service: Service
+    service: SimulatedService
     num_replicas: int
     router: str = "round-robin"
     processes: int = 1
@@ -128,10 +128,10 @@ class Replicas:
                 run.advance(None)
         return [run.result() for run in runs]
 
-    def _open(self, workload: Workload, truncate: bool) -> Run:
+    def _open(self, workload: Workload, truncate: bool) -> WorkloadRun:
         clock = VirtualClock()
         limits = self.service.limits(truncate=truncate)
-        return Run(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
+        return WorkloadRun(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
 
     def _apart(
         self, router: RequestRouter, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
