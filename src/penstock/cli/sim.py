@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import sim_measured, sim_search
 from penstock.cli.sim_output import Bar, check_folders, write
-from penstock.cli.sim_workload import add_workload, count, positive, share, workload_of
+from penstock.cli.sim_workload import DEFAULT_SPEC, add_workload, count, find_model, positive, share, workload_of
 
 if TYPE_CHECKING:
-    from penstock.core.model_spec import ModelSpec
     from penstock.sim.metrics import Slo
     from penstock.sim.result import Charges, SimResult
-    from penstock.sim.service import Service
+    from penstock.sim.service import SimulatedService
     from penstock.sim.workload import Workload
 
-DEFAULT_SPEC = "llama-3.1-8b"
 MAX_RUNS = 32
 ACTIONS = {"calibrate": sim_measured.calibrate, "compare": sim_measured.compare, "search": sim_search.search}
 
@@ -146,7 +144,7 @@ def _bill(args: argparse.Namespace) -> Charges:
     )  # fmt: skip
 
 
-def _find_rates(planned: list[Service], workload: Workload, slo: Slo, args: argparse.Namespace) -> None:
+def _find_rates(planned: list[SimulatedService], workload: Workload, slo: Slo, args: argparse.Namespace) -> None:
     """One search per combination; prints a row for each."""
     import json
 
@@ -172,11 +170,11 @@ def _find_rates(planned: list[Service], workload: Workload, slo: Slo, args: argp
         write(args.json, json.dumps(report, indent=1))
 
 
-def _run_scaled(service: Service, workload: Workload, args: argparse.Namespace, factor: float) -> SimResult:
+def _run_scaled(service: SimulatedService, workload: Workload, args: argparse.Namespace, factor: float) -> SimResult:
     return _run(service, workload.scaled(factor), args)
 
 
-def _planned(args: argparse.Namespace) -> list[Service]:
+def _planned(args: argparse.Namespace) -> list[SimulatedService]:
     """Of every combination. Raises ConfigError for settings, CapacityError, ModelError for a broken config.json."""
     from penstock.base.errors import ConfigError
     from penstock.config import SETTINGS
@@ -185,7 +183,7 @@ def _planned(args: argparse.Namespace) -> list[Service]:
     lists = {key: value for key, value in given.items() if key in SETTINGS and isinstance(value, list)}
     if prod(len(values) for values in lists.values()) > MAX_RUNS:
         raise ConfigError(f"more than {MAX_RUNS} combinations to compare; give shorter lists")
-    out: list[Service] = []
+    out: list[SimulatedService] = []
     plan = _planner(args)
     for values in itertools.product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
@@ -194,7 +192,7 @@ def _planned(args: argparse.Namespace) -> list[Service]:
     return out
 
 
-def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], Service]:
+def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], SimulatedService]:
     """Makes a service of a label and what is given."""
     from penstock.config import from_args
     from penstock.config.load import given_by
@@ -204,19 +202,19 @@ def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], Servic
     from penstock.plan.devices import find_device
     from penstock.sim.build import device_plan
     from penstock.sim.calibrated import config_for, plan_for
-    from penstock.sim.service import Service
+    from penstock.sim.service import SimulatedService
 
-    def on_device(label: str, given: dict[str, Any]) -> Service:
+    def on_device(label: str, given: dict[str, Any]) -> SimulatedService:
         config = from_args(argparse.Namespace(**given, model=name))
         check_names(config)
         own = stretched(spec, config.model)
-        return Service(label or name, own, *device_plan(config, own, device), device, args.seconds_budget)
+        return SimulatedService(label or name, own, *device_plan(config, own, device), device, args.seconds_budget)
 
-    def on_measured(label: str, given: dict[str, Any]) -> Service:
+    def on_measured(label: str, given: dict[str, Any]) -> SimulatedService:
         values = {key: one.value for key, one in given_by(argparse.Namespace(**given)).items()}
         config = config_for(measured, values)
         plan = plan_for(measured, config)
-        return Service(label or measured.model, measured.spec, config, plan, measured, args.seconds_budget)
+        return SimulatedService(label or measured.model, measured.spec, config, plan, measured, args.seconds_budget)
 
     if is_calibration(args.simulated_device):
         measured = load(args.simulated_device)
@@ -238,23 +236,7 @@ def _labelled(key: str, value: Any) -> str:
     return str(value) if isinstance(value, str) else f"{short.get(key, key.replace('_', ' '))} {value}"
 
 
-def find_model(args: argparse.Namespace) -> tuple[ModelSpec, str]:
-    """The model that --model or --spec names, and its name. Raises ConfigError, ModelError."""
-    from penstock.base.errors import ConfigError
-    from penstock.families.registry import read_spec
-    from penstock.sim.specs import find_spec
-
-    model = getattr(args, "model", None)
-    if model is None:
-        name = args.spec or DEFAULT_SPEC
-        return find_spec(name), name
-    if args.spec is not None:
-        raise ConfigError("--model and --spec both name a model; give one of them", field="spec")
-    path = Path(model)
-    return read_spec(model), path.parent.name if path.name == "config.json" else path.name.removesuffix(".config.json")
-
-
-def _run(service: Service, workload: Workload, args: argparse.Namespace) -> SimResult:
+def _run(service: SimulatedService, workload: Workload, args: argparse.Namespace) -> SimResult:
     from dataclasses import replace
 
     from penstock.executor.sim_files import SimFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.sim_output import check_folders, write
-from penstock.cli.sim_workload import add_workload, count, positive, workload_of
+from penstock.cli.sim_workload import add_workload, count, find_model, positive, workload_of
 
 
 def add_arguments(kinds: Any) -> None:
@@ -74,11 +74,10 @@ def search(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace) -> Any:
     from penstock.base.errors import ConfigError
-    from penstock.cli.sim import find_model
     from penstock.config.load import given_by
     from penstock.plan.calibrated import check_spec, is_calibration, load
     from penstock.plan.devices import find_device
-    from penstock.sim.search_run import Target
+    from penstock.sim.search_run import SearchTarget
 
     given = {name: one.value for name, one in given_by(args).items() if name != "model"}
     for name in ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens"):
@@ -96,6 +95,6 @@ def _target(args: argparse.Namespace) -> Any:
         measured = load(args.simulated_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
             check_spec(measured, find_model(args)[0], args.simulated_device)
-        return Target(measured.spec, measured.model, given, measured, args.devices, degrees)
+        return SearchTarget(measured.spec, measured.model, given, measured, args.devices, degrees)
     spec, name = find_model(args)
-    return Target(spec, name, given, find_device(args.simulated_device), args.devices, degrees)
+    return SearchTarget(spec, name, given, find_device(args.simulated_device), args.devices, degrees)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.core.model_spec import ModelSpec
     from penstock.sim.workload import Workload
+
+DEFAULT_SPEC = "llama-3.1-8b"
 
 
 def positive(text: str) -> float:
@@ -107,3 +111,19 @@ def workload_of(args: argparse.Namespace) -> Workload:
         workload = workload.until(args.duration)
     workload = workload.read_by(Expected(args.expected_ttft, args.expected_tds).check())
     return workload if args.limit is None else workload.limited(args.limit)
+
+
+def find_model(args: argparse.Namespace) -> tuple[ModelSpec, str]:
+    """The model that --model or --spec names, and its name. Raises ConfigError, ModelError."""
+    from penstock.base.errors import ConfigError
+    from penstock.families.registry import read_spec
+    from penstock.sim.specs import find_spec
+
+    model = getattr(args, "model", None)
+    if model is None:
+        name = args.spec or DEFAULT_SPEC
+        return find_spec(name), name
+    if args.spec is not None:
+        raise ConfigError("--model and --spec both name a model; give one of them", field="spec")
+    path = Path(model)
+    return read_spec(model), path.parent.name if path.name == "config.json" else path.name.removesuffix(".config.json")

@@ -151,10 +151,10 @@ def simulate(
 
     Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core`, and a virtual `clock`.
     """
-    return Run(core, clock, workload, limits, label, digests, real, samples).run(progress)
+    return WorkloadRun(core, clock, workload, limits, label, digests, real, samples).run(progress)
 
 
-class Run:
+class WorkloadRun:
     """One engine and the requests that it is offered."""
 
     def __init__(

@@ -23,7 +23,7 @@ Measuring = Callable[[float, int], None]
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedFigure:
     """One figure of one policy. Units: seconds, or tokens/s."""
 
     policy: str
@@ -42,7 +42,7 @@ class Fidelity:
 
     steps: Calibration
     runs: tuple[SimResult, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedFigure, ...]
 
     @property
     def worst(self) -> float:
@@ -50,15 +50,15 @@ class Fidelity:
         return float(np.nanmax([abs(line.ratio - 1) for line in self.lines]))
 
 
-def compare_runs(policy: str, measured: SimResult, simulated: SimResult) -> list[Line]:
+def compare_runs(policy: str, measured: SimResult, simulated: SimResult) -> list[ComparedFigure]:
     """TTFT and TPOT, p50 and p99, and output tokens/s."""
     ours, theirs = distributions(measured), distributions(simulated)
     lines = [
-        Line(policy, f"{name.upper()} p{p}, s", ours[name].percentile(p), theirs[name].percentile(p))
+        ComparedFigure(policy, f"{name.upper()} p{p}, s", ours[name].percentile(p), theirs[name].percentile(p))
         for name, p in FIGURES
     ]
     rates = [float(r.requests.num_output.sum()) / r.span_s for r in (measured, simulated)]
-    return [*lines, Line(policy, "output tokens/s", *rates)]
+    return [*lines, ComparedFigure(policy, "output tokens/s", *rates)]
 
 
 def fidelity(
@@ -100,7 +100,7 @@ def fidelity(
                 measured.append(run_on(engine, workload, label=f"{policy}, measured", truncate=truncate))
     assert found is not None
     runs: list[SimResult] = []
-    lines: list[Line] = []
+    lines: list[ComparedFigure] = []
     for policy, real in zip(policies, measured, strict=True):
         say(f"{policy}: simulated")
         chosen = {**given, "scheduling_policy": policy}

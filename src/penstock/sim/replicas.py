@@ -16,13 +16,13 @@ from penstock.base.clock import MonotonicClock, VirtualClock
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.hashing import digest
 from penstock.base.registry import Registry
-from penstock.sim.driver import Progress, Run
+from penstock.sim.driver import Progress, WorkloadRun
 from penstock.sim.result import RequestColumns, SimResult
-from penstock.sim.service import Service
+from penstock.sim.service import SimulatedService
 from penstock.sim.timeline import Series
 from penstock.sim.workload import TimedRequest, Workload
 
-ROUTERS: Registry[Callable[[int], Router], None] = Registry("router")
+ROUTERS: Registry[Callable[[int], RequestRouter], None] = Registry("router")
 ROUTERS.add("round-robin", "penstock.sim.replicas:RoundRobin")
 ROUTERS.add("least-requests", "penstock.sim.replicas:LeastRequests")
 ROUTERS.add("prefix", "penstock.sim.replicas:Prefix")
@@ -31,7 +31,7 @@ _SAID = 512
 """Requests between two news of a process."""
 
 
-class Router(Protocol):
+class RequestRouter(Protocol):
     """Chooses a replica for each request, in order of arrival."""
 
     watches: bool
@@ -84,7 +84,7 @@ class Prefix:
 class Replicas:
     """What is run: `service` so many times. `processes`: at most so many, if the router does not watch."""
 
-    service: Service
+    service: SimulatedService
     num_replicas: int
     router: str = "round-robin"
     processes: int = 1
@@ -108,7 +108,7 @@ class Replicas:
         return replace(merged(results, self.service.label), wall_s=began.now() - began_s)
 
     def _together(
-        self, router: Router, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
+        self, router: RequestRouter, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
         runs = [self._open(workload, truncate) for _ in range(self.num_replicas)]
@@ -128,13 +128,13 @@ class Replicas:
                 run.advance(None)
         return [run.result() for run in runs]
 
-    def _open(self, workload: Workload, truncate: bool) -> Run:
+    def _open(self, workload: Workload, truncate: bool) -> WorkloadRun:
         clock = VirtualClock()
         limits = self.service.limits(truncate=truncate)
-        return Run(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
+        return WorkloadRun(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
 
     def _apart(
-        self, router: Router, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
+        self, router: RequestRouter, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """Each by itself; replicas are dealt out to processes, which read the workload themselves."""
         n = min(self.processes, self.num_replicas)
@@ -158,7 +158,7 @@ class Replicas:
                 child.join()
         return [result for part in parts for result in part]
 
-    def _child(self, pipe: Any, router: Router, mine: range, workload: Workload, truncate: bool) -> None:
+    def _child(self, pipe: Any, router: RequestRouter, mine: range, workload: Workload, truncate: bool) -> None:
         try:
             pipe.send(self._some(router, mine, workload, truncate, pipe.send))
         except PenstockError as error:
@@ -166,7 +166,7 @@ class Replicas:
         pipe.close()
 
     def _some(
-        self, router: Router, mine: range, workload: Workload, truncate: bool,
+        self, router: RequestRouter, mine: range, workload: Workload, truncate: bool,
         progress: Callable[[Progress], None] | None,
     ) -> list[SimResult]:  # fmt: skip
         """These replicas, each brought up to the arrivals of its own requests."""

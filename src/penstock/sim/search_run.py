@@ -29,7 +29,7 @@ QUANTILE = 0.99
 
 
 @dataclass(frozen=True)
-class Target:
+class SearchTarget:
     """What is searched for. `settings`: of the engine, by name, but for those that the search decides. `devices`: how
     many there are; engines of d of them each share the requests."""
 
@@ -54,7 +54,7 @@ class Target:
         return TensorTimer(self.spec, self.device, degree, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
 
 
-def find(target: Target, workload: Workload, latency_s: float, *, most_seqs: int = MOST_SEQS) -> Searched:
+def find(target: SearchTarget, workload: Workload, latency_s: float, *, most_seqs: int = MOST_SEQS) -> Searched:
     """Raises ConfigError for degrees that the devices or the model cannot have, InputError if nothing can meet the
     latency, and CapacityError if the model does not fit."""
     _check(target)
@@ -82,7 +82,7 @@ def find(target: Target, workload: Workload, latency_s: float, *, most_seqs: int
     return found
 
 
-def _check(target: Target) -> None:
+def _check(target: SearchTarget) -> None:
     heads = [layer.mixer.num_heads for layer in target.spec.layers if isinstance(layer.mixer, Attention)]
     for degree in target.degrees:
         if isinstance(target.device, Calibration) and degree != 1:
@@ -99,7 +99,7 @@ def _check(target: Target) -> None:
             )
 
 
-def replay(target: Target, point: Point, workload: Workload, *, truncate: bool = False) -> SimResult:
+def replay(target: SearchTarget, point: Point, workload: Workload, *, truncate: bool = False) -> SimResult:
     """One engine's share of the requests, all of them there from the start, through the simulator."""
     config, plan = target.plan(point.degree, point.settings)
     clock = VirtualClock()

@@ -23,7 +23,7 @@ from penstock.sim.workload import Workload
 
 
 @dataclass(frozen=True)
-class Service:
+class SimulatedService:
     """What `penstock sim` runs a workload through. `seconds_budget`: steps are bounded in seconds too."""
 
     label: str

@@ -14,7 +14,7 @@ from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas
 from penstock.sim.result import SimResult
-from penstock.sim.service import Service
+from penstock.sim.service import SimulatedService
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
 from penstock.sim.workload import TimedRequest, Workload, from_list
@@ -23,10 +23,10 @@ from tests.command import penstock
 LOAD = synthetic("synthetic:poisson?rate=60&requests=90&prompt=200&output=12&output_cv=1&tenants=3", seed=2)
 
 
-def service(**settings: object) -> Service:
+def service(**settings: object) -> SimulatedService:
     spec, device = find_spec("llama-3.1-8b"), find_device("l4")
     config = from_kwargs({}, model="llama-3.1-8b", max_model_len=4096, **settings)
-    return Service("l4", spec, *device_plan(config, spec, device), device)
+    return SimulatedService("l4", spec, *device_plan(config, spec, device), device)
 
 
 def columns(result: SimResult) -> np.ndarray:

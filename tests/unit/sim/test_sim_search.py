@@ -12,7 +12,7 @@ import pytest
 from penstock.base.errors import ConfigError, InputError
 from penstock.plan.devices import find_device
 from penstock.sim.search import GAP, Lengths, Schedules, TensorTimer, grid, search
-from penstock.sim.search_run import Target, find, latency_of, replay
+from penstock.sim.search_run import SearchTarget, find, latency_of, replay
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
 from penstock.sim.workload import Workload, from_list
@@ -69,7 +69,7 @@ def test_A17_no_point_of_a_box_is_better_than_its_bound() -> None:
 @pytest.mark.parametrize(("seed", "latency_s"), [(1, 1.2), (1, 3.0), (2, 3.0), (2, 5.0)])
 def test_A17_the_latency_is_met_when_the_found_point_is_replayed(seed: int, latency_s: float) -> None:
     workload = load(seed, n=120)
-    target = Target(SPEC, "llama-3.1-8b", {}, DEVICE, devices=8, degrees=DEGREES)
+    target = SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=8, degrees=DEGREES)
     found = find(target, workload, latency_s).best
     assert found is not None
     played = replay(target, found, workload)
@@ -93,13 +93,13 @@ def test_a_looser_latency_gives_no_less_and_both_schedules_are_chosen() -> None:
 
 
 def test_what_cannot_be_is_said_with_what_can() -> None:
-    target = Target(SPEC, "llama-3.1-8b", {}, DEVICE)
+    target = SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE)
     with pytest.raises(InputError, match=r"no setting answers .* within 0.1 s; the fastest takes"):
         find(target, load(1), 0.1)
     with pytest.raises(ConfigError, match="3 does not divide 4 devices"):
-        find(Target(SPEC, "llama-3.1-8b", {}, DEVICE, devices=4, degrees=(3,)), load(1), 5.0)
+        find(SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=4, degrees=(3,)), load(1), 5.0)
     with pytest.raises(ConfigError, match="3 does not divide the 32 attention heads"):
-        find(Target(SPEC, "llama-3.1-8b", {}, DEVICE, devices=3, degrees=(3,)), load(1), 5.0)
+        find(SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=3, degrees=(3,)), load(1), 5.0)
     with pytest.raises(InputError, match="no requests"):
         Lengths.of(from_list("none", []))
 
