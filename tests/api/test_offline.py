@@ -110,7 +110,7 @@ def test_A18_a_batch_runs_behind_online_requests(live: LiveServer, sdk: openai.O
         assert waiting <= set(rows), "it waited a step"
         assert not any(offline for offline, _ in rows.values()), "a line ran beside its prompt"
     assert any(off for _, rows in after for off, _ in rows.values()), "the gaps were not used"
-    gate = live.server.service.admission  # type: ignore[union-attr]
+    gate: Any = live.server.service.admission  # type: ignore[union-attr]
     assert gate.num_waiting == 0, "offline work is no load to those who come"
     text = httpx.get(live.url + "/metrics").text
     assert _value(text, "penstock:offline_tokens_total") > 0
@@ -189,7 +189,7 @@ def test_a_batch_is_served_like_others_in_the_last_part_of_its_window(
 def test_offline_work_has_a_line_of_its_own(live: LiveServer) -> None:
     """It does not count for those online; with as many as the server takes there, more are refused with 429."""
     assert live.server is not None
-    gate = live.server.service.admission
+    gate: Any = live.server.service.admission
     waiting, gate._num_offline = gate.num_waiting, 10**6
     try:
         assert gate.num_waiting == waiting

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input-file", metavar="FILE", help="the same, as vLLM calls it")
     parser.add_argument("-o", "--output-file", metavar="OUT", required=True, help="where the answers go")
     parser.add_argument(
-        "--max-in-flight", type=int, metavar="N", help="requests at once (default: what fills the engine's slots)"
+        "--max-in-flight", type=int, metavar="N", help="requests at once (default: four times the engine's slots)"
     )
     add_engine_arguments(parser, server=True)
 
@@ -109,6 +109,7 @@ async def _run(config: ServeConfig, source: Path, target: Path, most: int | None
     from penstock.server.app import make_app
     from penstock.server.batches.job import Job, OpenGate
     from penstock.server.batches.lines import LineReader, Results, read_lines
+    from penstock.server.batches.work import SLOTS_AHEAD
     from penstock.server.build import build, close
     from penstock.server.call import ANYONE
     from penstock.server.transport.inner import Answer, post
@@ -121,8 +122,8 @@ async def _run(config: ServeConfig, source: Path, target: Path, most: int | None
     try:
         app = make_app(server)
         slots = server.client.info.max_num_seqs if server.client.info is not None else 8
-        # Some wait in the queue, so that a slot that becomes free is taken at the next step.
-        gate = OpenGate(most or slots + slots // 4 + 1, lambda: server.client.state in ("failed", "stopped"))
+        # Some wait in the queue, so that a slot that becomes free is taken at once, and a policy has a choice.
+        gate = OpenGate(most or SLOTS_AHEAD * slots, lambda: server.client.state in ("failed", "stopped"))
         longest = config.server.max_body_bytes
 
         async def ask(path: str, body: bytes, request_id: str) -> Answer:
