@@ -147,7 +147,7 @@ def exponential_similarity(percent: float, right: float) -> float:
 
     Source: Shaham et al., ZeroSCROLLS, arXiv 2305.14196, section 2.3.
     """
-    return 2.0 ** (-10 * abs(percent - right) / 100)
+    return float(2 ** (-10 * abs(percent - right) / 100))
 
 
 def concordance_index(order: Sequence[int]) -> float:
@@ -191,7 +191,7 @@ def _ngrams(words: Sequence[str], order: int) -> Counter[Ngram]:
 
 
 def _skips(words: Sequence[str], gap: int) -> Counter[Ngram]:
-    found = Counter((word,) for word in words)
+    found: Counter[Ngram] = Counter((word,) for word in words)
     for i, word in enumerate(words):
         found.update((word, other) for other in words[i + 1 : i + 2 + gap])
     return found

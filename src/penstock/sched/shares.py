@@ -97,7 +97,7 @@ class WithShares:
 
     def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
         """First those for whom somebody above its part gives way: the first one of each tenant."""
-        claims = list(self.inner.claims(waiting)) if self.inner.displaces else []
+        claims = list(self.inner.claims(waiting))
         if not self._parts or self.queues is None:
             return claims
         first: dict[str, Sequence] = {}
