@@ -128,6 +128,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("swap fastswitch", "memory", {"swap_space": 0.01, "preemption_mode": "swap", "swap_tier": "fastswitch"}),
     Switch("swap disk", "memory", {"swap_space": 0.01, "preemption_mode": "swap", "swap_tier": "disk"}),
     Switch("policy andes", "scheduling", {"scheduling_policy": "andes"}),
+    Switch("policy batchllm", "scheduling", {"scheduling_policy": "batchllm"}),
     Switch("policy cache-aware", "scheduling", {"scheduling_policy": "cache-aware"}),
     Switch("policy dynamic", "scheduling", {"scheduling_policy": "dynamic:timeout_s=0.01,size=2"}),
     Switch("policy fair", "scheduling", {"scheduling_policy": "fair"}),

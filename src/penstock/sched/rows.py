@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING
 
 from penstock.core.batch import ScheduledRow
+from penstock.sched.pauses import tokens_left
 
 if TYPE_CHECKING:
     from penstock.core.events import EngineStats
@@ -32,6 +33,22 @@ def row_of(kv: KVManager, seq: Sequence, n: int) -> ScheduledRow:
         prompt_from = max(start, seq.prompt_logprobs_done)
     keeps = kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
     return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
+
+
+def row_with_drafts(
+    kv: KVManager, seq: Sequence, start: int, budget: int, room: tuple[int, int]
+) -> ScheduledRow | None:
+    """A decode with room for at most `room` (drafts, depth), as far as budget and memory go; None: without any.
+
+    Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no drafts there.
+    """
+    num_left = tokens_left(seq)
+    num_drafts = min(room[0], num_left, budget - 1)
+    if num_drafts > 0:
+        num_drafts = kv.cut(seq, start, 1 + num_drafts) - 1
+    if num_drafts <= 0 or not kv.grow(seq, start + 1 + num_drafts):
+        return None
+    return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
 
 
 def candidates_of(

@@ -18,11 +18,11 @@ from penstock.kv.backing import RETRY_S
 from penstock.sched.ahead import FetchAhead
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.offline import WithOffline
-from penstock.sched.pauses import Pauses, tokens_left
+from penstock.sched.pauses import Pauses
 from penstock.sched.preempt import prefers_swap, send_back, yields_soon
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
-from penstock.sched.rows import candidates_of, count_found, row_of
+from penstock.sched.rows import candidates_of, count_found, row_of, row_with_drafts
 from penstock.sched.swap_ahead import SwapAhead
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Scheduler:
                 start = seq.num_computed + seq.num_inflight
                 one_left = len(seq.token_ids) - start == 1 and not seq.held
                 if one_left and seq.prompt_len <= start and seq.seq_id in rooms:
-                    row = self._with_drafts(seq, start, budget - num_running_ahead, rooms[seq.seq_id])
+                    row = row_with_drafts(self.kv, seq, start, budget - num_running_ahead, rooms[seq.seq_id])
                     if row is not None:
                         rows[seq.seq_id] = (seq, row)
                         budget -= 1 + row.num_drafts
@@ -323,19 +323,6 @@ class Scheduler:
         if self.policy.max_rows and self.swap_ahead.make_room(rows) and not (blocked or preempted):
             added += self.swap_ahead.bring_back(lambda seq: self._admit(seq, 0, runs=False) is not None)
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
-
-    def _with_drafts(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
-        """A decode with room for at most `room` (drafts, depth), as far as budget and memory go; None: without any.
-
-        Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no drafts there.
-        """
-        num_left = tokens_left(seq)
-        num_drafts = min(room[0], num_left, budget - 1)
-        if num_drafts > 0:
-            num_drafts = self.kv.cut(seq, start, 1 + num_drafts) - 1
-        if num_drafts <= 0 or not self.kv.grow(seq, start + 1 + num_drafts):
-            return None
-        return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""

@@ -21,7 +21,7 @@ MOST = 4
 """Sequences that one step copies out at most."""
 
 
-class Places(Protocol):
+class SwapQueues(Protocol):
     """The scheduler, as far as those that pause concern it."""
 
     kv: KVManager
@@ -40,7 +40,7 @@ class SwapAhead:
         num_out, num_back: sequences copied out and back so, since start.
     """
 
-    def __init__(self, scheduler: Places) -> None:
+    def __init__(self, scheduler: SwapQueues) -> None:
         self._scheduler = scheduler
         self.num_out = self.num_back = 0
 

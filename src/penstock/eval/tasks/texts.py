@@ -12,7 +12,7 @@ from penstock.eval.tasks.files import Row, drawn, needed, read_rows
 from penstock.eval.text_metrics import METRICS
 
 
-class Texts(Task):
+class ReferenceTexts(Task):
     """Every score that was asked for, of the whole answer; the first one is the headline."""
 
     name = "texts"
@@ -41,4 +41,4 @@ def make(path: Path | None, options: Options) -> Task:
     """`scores`: names of `METRICS`, with + between them; `tokens`: of an answer at most."""
     path = needed("texts", path, "of prompts and references")
     scores = options.names("scores", ("rouge1", "rouge2", "rougeL", "bleu"), tuple(METRICS))
-    return Texts(read_rows(path), scores, options.number("tokens", 128, 1, 1 << 16))
+    return ReferenceTexts(read_rows(path), scores, options.number("tokens", 128, 1, 1 << 16))
