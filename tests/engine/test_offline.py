@@ -15,7 +15,8 @@ from penstock.core.request import Request
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.record import Recorder, replay
 from penstock.sched.offline import WithOffline, online
-from penstock.sched.policy import make_policy
+from penstock.sched.policy import POLICIES, make_policy
+from penstock.sched.policy.fcfs import Fcfs
 from tests.engine.fake_model import VOCAB, spec
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, plain_core, request
 from tests.engine.naive import fake_logits, generate
@@ -24,6 +25,8 @@ from tests.engine.policy_sim import LinearTimer, Played, ask, play, quantile
 TIMER = LinearTimer(0.05, 0.002)
 MACHINE = {"budget": 256, "max_num_seqs": 24, "num_blocks": 700, "timer": TIMER}
 NEVER_DUE = 1e6
+STAND_STILL = ("static", "dynamic", "multi-bin", "length-aware")
+"""Policies under which whoever waits seldom enters while others run, so that nobody has to give way."""
 
 
 def bursts(rng: random.Random, rate_hz: float, seconds: float, cv: float = 3.0) -> list[float]:
@@ -250,11 +253,12 @@ def test_A18_nobody_is_offline_for_ever() -> None:
     assert ends[5.0] < ends[20.0] < 60 < ends[NEVER_DUE]
 
 
-def test_A18_tokens_and_schedules_do_not_depend_on_the_class() -> None:
+@pytest.mark.parametrize("policy", [*POLICIES.names(), "fastserve:batch=2,spare=0.3,quantum_s=0.04,starvation_s=0.01"])
+def test_A18_tokens_and_schedules_do_not_depend_on_the_class(policy: str) -> None:
     """[EX] Scarce memory, both classes, some due while they wait or run: all tokens are those of the naive loop, and
-    the log of the run decides the same again."""
+    the log of the run decides the same again. Whatever policy is within."""
     rng = random.Random(9)
-    knobs = Knobs(num_blocks=24, block_size=4, budget=16, max_num_seqs=4, depth=2)
+    knobs = Knobs(num_blocks=24, block_size=4, budget=16, max_num_seqs=4, depth=2, policy=policy, host_blocks=40)
     core, _ = fake_engine(knobs)
     core.recorder = Recorder()
     load, collector, emitted = [], Collector(), []
@@ -269,7 +273,7 @@ def test_A18_tokens_and_schedules_do_not_depend_on_the_class() -> None:
         emitted += core.step()
     collector.take(emitted)
     assert_idle(core)
-    assert core.stats.num_offline_preemptions > 0
+    assert core.stats.num_offline_preemptions > 0 or policy in STAND_STILL
     for one in load:
         if one.n == 1:
             got = collector.requests[one.request_id]
@@ -314,6 +318,28 @@ def test_offline_work_runs_while_a_batch_waits_for_company() -> None:
     played = play(policy, merged(on, off), offline="fcfs", **MACHINE)
     assert played.first_s[on[0].request_id] >= 1.5
     assert any(1.0 < t < 1.5 for t, _ in played.steps)
+
+
+def test_whom_a_policy_pauses_and_sends_back_is_online() -> None:
+    """Its estimates, its order of who yields and whom it sends back know nothing of offline work."""
+    seen: list[list[int]] = []
+
+    class Telling(Fcfs):
+        def leaves(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> Seq[Sequence]:
+            seen.append([seq.seq_id for seq in (*running, *waiting)])
+            return running
+
+        def next_run_s(self, seqs: Seq[Sequence]) -> list[float]:
+            seen.append([seq.seq_id for seq in seqs])
+            return [float(seq.seq_id) for seq in seqs]
+
+    policy = WithOffline(Telling(), make_policy("fcfs"), step_s=0.1, slowdown=0.1)
+    early, late = Sequence(0, request([3], offline_s=NEVER_DUE), arrival=0), Sequence(1, request([3]), arrival=1)
+    assert policy.leaves([late, early], [early]) == [late]
+    assert policy.next_run_s([early, late]) == [float("inf"), 1.0]
+    assert seen == [[1], [1]]
+    assert policy.outranks(late, early), "online work is never taken the memory of by offline work that came before"
+    assert not policy.outranks(early, late)
 
 
 def test_queues_have_offline_work_at_their_end() -> None:

@@ -133,7 +133,7 @@ class EngineStats(ExpertCounts):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     prefill_s: float = 0.0
-    """Seconds of steps that prompts owe, and `decode_s` those of decoding (`engine.phases`); together all steps'."""
+    """Seconds of steps that prompts owe, and `decode_s` those of decoding (`sched.costs`); together all steps'."""
     decode_s: float = 0.0
     num_spec_steps: int = 0
     """Steps in which somebody had room for drafts; `draft_s`, `spec_step_s`: seconds of their drafters, and in all."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from penstock.core.request import REPETITION
 from penstock.core.sequence import Sequence
 from penstock.engine.gain import Gain
-from penstock.engine.phases import Phases
 
 if TYPE_CHECKING:
     from penstock.core.batch import SchedulerOutput, StepOutput, Verified
@@ -28,11 +27,9 @@ class Drafting:
         self._emit, self._finish = emit, finish
         self._stats = scheduler.stats
         self._gain = Gain(scheduler.stats) if scheduler.drafts is not None else None
-        self._phases = Phases(scheduler.stats)
 
     def after(self, output: SchedulerOutput, result: StepOutput, num_tokens: int) -> None:
         """A step, with drafts or without, has made `num_tokens` tokens known."""
-        self._phases.observe(output, result)
         if self._gain is not None:
             self._gain.observe(output, result, num_tokens)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -104,11 +104,14 @@ def _f1(words: list[str], expected: list[str]) -> float:
 def _rouge(words: list[str], expected: list[str]) -> float:
     if not words or not expected:
         return float(words == expected)
-    row = [0] * (len(expected) + 1)
+    return 2 * num_in_order(words, expected) / (len(words) + len(expected))
+
+
+def num_in_order(words: Sequence[str], others: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(others) + 1)
     for word in words:
         diagonal = 0
-        for i, other in enumerate(expected, 1):
-            above = row[i]
-            row[i] = diagonal + 1 if word == other else max(above, row[i - 1])
-            diagonal = above
-    return 2 * row[-1] / (len(words) + len(expected))
+        for i, other in enumerate(others, 1):
+            diagonal, row[i] = row[i], diagonal + 1 if word == other else max(row[i], row[i - 1])
+    return row[-1]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import comb, exp, log
 
-from penstock.eval.answers import exact, f1
+from penstock.eval.answers import exact, f1, num_in_order
 
 MAX_ORDER = 4
 _ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
@@ -94,7 +94,7 @@ def rouge_n(text: str, accepted: Iterable[str], order: int) -> float:
 def rouge_l(text: str, accepted: Iterable[str]) -> float:
     """The best F1 of the longest common subsequence of words. Source: Lin, ROUGE, 2004, section 3.1."""
     words = _words(text)
-    return max(_f(_common(words, other), len(words), len(other)) for other in map(_words, accepted))
+    return max(_f(num_in_order(words, other), len(words), len(other)) for other in map(_words, accepted))
 
 
 def rouge_su(text: str, accepted: Iterable[str], gap: int = 4) -> float:
@@ -207,13 +207,3 @@ def _overlap(found: Counter[Ngram], wanted: Counter[Ngram]) -> float:
 
 def _f(common: int, found: int, wanted: int) -> float:
     return 2 * common / (found + wanted) if common else 0.0
-
-
-def _common(words: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
-    row = [0] * (len(other) + 1)
-    for word in words:
-        diagonal = 0
-        for i, b in enumerate(other, 1):
-            diagonal, row[i] = row[i], diagonal + 1 if word == b else max(row[i], row[i - 1])
-    return row[-1]

@@ -79,12 +79,9 @@ def connect(
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
 
     `backend`: whose sampler is used; `drafter`: another than the settings name; `load_adapter`: what a `forward` with
-    adapters makes them of. `poison`, `wire`: see `RankSpec`; all
-    else: see `engine_over`.
+    adapters makes them of. `poison`, `wire`: see `RankSpec`; all else: see `engine_over`.
     """
-    parts = Parts(
-        forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter, load_adapter=load_adapter
-    )  # fmt: skip
+    parts = Parts(forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter, load_adapter=load_adapter)
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -253,11 +250,11 @@ def engine_core(
         **(layer_options(config, plan) if config.cache.kv_allocator == "layerkv" else {}),
     )
     shared = WithShares(make_policy(config.scheduler.scheduling_policy))
-    policy: Any = WithOffline(
+    offline = WithOffline(
         shared, make_offline_policy(config.scheduler.offline_policy),
         step_s=config.scheduler.offline_step_ms / 1000, slowdown=config.scheduler.offline_slowdown,
     )  # fmt: skip
-    offline = policy
+    policy: Any = offline
     if config.lora.enable_lora:
         from penstock.sched.adapters import WithAdapters  # nobody else needs it at the start
 

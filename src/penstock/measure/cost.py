@@ -1,7 +1,7 @@
 """What tokens cost: the price of the machine for the time it was there, shared out among what it delivered.
 
     cost                  = price per hour x span / 3600
-    input share           = seconds of steps that prompts owe / seconds of all steps (`engine.phases`)
+    input share           = seconds of steps that prompts owe / seconds of all steps (`sched.costs`)
     price per 1 M input   = cost x input share / input tokens x 10^6;  of output: the other share / output tokens
     cost efficiency       = output tokens per unit of money
 

@@ -2,7 +2,8 @@
 
 Steps without prompt tokens are remembered by how many sequences decoded (in powers of two); what a step with prompt
 tokens takes beyond those is the prompt's. The two never mix, so a long time of pure decoding says nothing wrong about
-prefills, as a line through all steps would. Used by the policy `slo`, and by admission (`server.admission.forecast`).
+prefills, as a line through all steps would. Used by the policy `slo`, by admission (`server.admission.forecast`), and
+for prices of the two kinds of tokens (`measure.cost`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ class LearntCosts:
         self.prefill_token_s = 0.0
         self._prefill = [0.0, 0.0]  # seconds, tokens
 
-    def observe(self, num_decodes: int, num_prefill: int, seconds: float) -> None:
-        """A step that took so long."""
+    def observe(self, num_decodes: int, num_prefill: int, seconds: float) -> float:
+        """A step that took so long. Returns the seconds of it that decodes owe: as many as such a step takes without
+        prompts. Before one was seen, all tokens owe alike."""
+        if num_prefill <= 0:
+            owed_s = seconds
+        elif alone_s := self.decode_s(num_decodes):
+            owed_s = min(alone_s, seconds)
+        else:
+            owed_s = seconds * num_decodes / (num_decodes + num_prefill)
+        self._learn(num_decodes, num_prefill, seconds)
+        return owed_s
+
+    def _learn(self, num_decodes: int, num_prefill: int, seconds: float) -> None:
         if num_prefill <= 0:
             if num_decodes > 0 and seconds > 0:
                 bucket = num_decodes.bit_length() - 1

@@ -18,6 +18,7 @@ from penstock.sched.pace import StepPace
 
 if TYPE_CHECKING:
     from penstock.core.batch import SchedulerOutput, StepOutput
+    from penstock.core.events import EngineStats
     from penstock.core.protocols import StepTimer
     from penstock.core.request import ApiCall
     from penstock.kv.manager import KVManager
@@ -63,6 +64,7 @@ class Queues(Protocol):
     """The scheduler, as far as calls concern it."""
 
     kv: KVManager
+    stats: EngineStats
 
     @property
     def running(self) -> Seq[Sequence]: ...
@@ -174,9 +176,13 @@ class Pauses:
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         """What a step took: `result` is in the log of a run, so that a replay decides the same."""
-        num_decodes = sum(row.num_tokens == 1 for row in output.scheduled)
-        num_prefill = sum(row.num_tokens for row in output.scheduled) - num_decodes
-        self.costs.observe(num_decodes, num_prefill, result.duration_s)
+        if rows := output.scheduled:
+            num_tokens = sum([row.num_tokens for row in rows])
+            num_decodes = len(rows) if num_tokens == len(rows) else sum([row.num_tokens == 1 for row in rows])
+            decode_s = self.costs.observe(num_decodes, num_tokens - num_decodes, result.duration_s)
+            stats = self._scheduler.stats
+            stats.decode_s += decode_s
+            stats.prefill_s += result.duration_s - decode_s
         if self._calling or self.watches:
             self.pace.observe(output, result.duration_s, self._scheduler.kv.swaps.page_bytes)
 

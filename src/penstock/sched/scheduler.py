@@ -426,7 +426,8 @@ class Scheduler:
                 self._on_rank.add(seq.seq_id)
         for seq, row in rows.values():
             seq.num_inflight += row.num_tokens
-            self.stats.num_offline_tokens += row.num_tokens if seq.offline else 0
+            if seq.offline:
+                self.stats.num_offline_tokens += row.num_tokens
         self._ahead.look(self.waiting)
         tables, page_ops = self.kv.drain()
         forked, removed, appended = self._forked, self._removed, self._appended

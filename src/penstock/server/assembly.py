@@ -87,7 +87,7 @@ async def furnish(server: Server, config: ServeConfig, parts: Iterable[Any]) -> 
     if front.adapters is not None:
         server.adapters = await open_adapters(
             config.server, front.adapters, [server.model_name, *server.aliases], server.service.limits
-        )  # fmt: skip
+        )
         if config.engine.lora.finetune_root is not None:
             from penstock.server.finetuning import jobs  # nobody else needs it
 
@@ -106,9 +106,7 @@ def with_adapters(config: ServeConfig) -> ServeConfig:
     return replace(config, engine=replace(config.engine, lora=lora))
 
 
-async def open_adapters(
-    config: ServerConfig, book: AdapterBook, taken: Sequence[str], limits: Limits
-) -> Adapters:  # fmt: skip
+async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence[str], limits: Limits) -> Adapters:
     """Those of lora_modules, read and checked. Raises ConfigError."""
     from penstock.launch.adapters import read_modules  # nobody else needs it
 
