@@ -378,8 +378,7 @@ class Scheduler:
         return n if n <= 0 else self.kv.cut(seq, start, n)
 
     def _admit(self, seq: Sequence, budget: int, *, runs: bool = True) -> int | None:
-        """Give a waiting sequence memory and a first chunk: the tokens of that; 0 if it waits for blocks on their way,
-        or only gets them (not `runs`).
+        """Give a waiting sequence memory and, if it `runs`, a first chunk: its tokens; 0 while blocks are on their way.
 
         None leaves everything as it was.
         """
