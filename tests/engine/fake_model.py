@@ -8,6 +8,7 @@ every layer must tell the same history, and a recurrent state must agree with it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,13 @@ def adapted_hash(h: int, mark: int) -> int:
     return (h + 7919 * mark) % MOD
 
 
+class FakeParts(dict[str, Any]):
+    """An adapter as it is read, of no matrices: a mark, and how many units are full of it."""
+
+    def __init__(self, mark: int, num_units: int) -> None:
+        self.mark, self.num_units = mark, num_units
+
+
 class FakeForward:
     """Satisfies the runner's `Forward`. Counts the tokens it ran."""
 
@@ -80,10 +88,8 @@ class FakeForward:
 
     # An adapter is a mark, and units that are full of it; a step looks at all of those that it has.
 
-    def prepare(self, parts: tuple[int, int]) -> tuple[int, list[np.ndarray]]:
-        """`parts`: the mark, and how many units."""
-        mark, num_units = parts
-        return mark, [np.full((num_units, 1024), mark, np.uint8)]
+    def prepare(self, parts: FakeParts) -> tuple[int, list[np.ndarray]]:
+        return parts.mark, [np.full((parts.num_units, 1024), parts.mark, np.uint8)]
 
     def lay(self, prepared: tuple[int, list[np.ndarray]], memory: UnitMemory) -> tuple[int, list[np.ndarray]]:
         mark, (units,) = prepared

@@ -27,7 +27,7 @@ from penstock.plan.hidden import keeps_hidden
 from penstock.plan.keeping import groups_of
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
-from tests.engine.fake_model import FakeForward
+from tests.engine.fake_model import FakeForward, FakeParts
 from tests.engine.fake_model import spec as fake_spec
 from tests.engine.sloppy import SloppyDrafter
 
@@ -179,7 +179,7 @@ def fake_engine(
     core = connect(
         config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
         drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan), events=events,
-        load_adapter=lambda ref: (int(ref.path), ref.num_units),
+        load_adapter=lambda ref: FakeParts(int(ref.path), ref.num_units),
     )  # fmt: skip
     return core, forward
 

@@ -134,7 +134,7 @@ def test_real_models_give_the_tokens_of_the_paged_engine(allocator: str, model: 
 def test_an_unknown_allocator_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown KV allocator 'buddy'"):
         fake_engine(Knobs(kv_allocator="buddy"))
-    assert set(KV_MANAGERS.names()) == {"paged", "layerkv", "modules", *BASELINES}
+    assert set(KV_MANAGERS.names()) == {"paged", "layerkv", "modules", "contiguous-predicted", *BASELINES}
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,12 @@ class WithShares:
             return
         waiting = {seq.request.tenant: seq.request.kv_share for seq in queues.waiting if not (seq.held or seq.offline)}
         shares = waiting | {seq.request.tenant: seq.request.kv_share for seq in queues.running}
-        if len(shares) < 2 or not waiting:
+        whole = sum(shares.values())
+        if len(shares) < 2 or not waiting or not whole:
             return
         self._block_size, self._group = kv.block_size, kv.main_group or 0
         self._count(queues.running)
         total = kv.stats().groups[self._group].total
-        whole = sum(shares.values())
         self._parts = {tenant: total * share / whole for tenant, share in shares.items()}
         self._waits = set(waiting)
         self.displaces = True
@@ -82,13 +82,15 @@ class WithShares:
         self._count(running)  # some may have given way
         held, num = Counter(self._held), Counter(self._num)
         found = self.inner.order(running, waiting)
+        if all(seq.held for seq in running):
+            return found  # whoever has memory waits for somebody or something: nobody else can go on
         own = {seq.seq_id for seq in waiting}
         out = []
         for seq in found:
             if seq.seq_id in own and not seq.held:
                 tenant = seq.request.tenant
                 need = self._need(seq)
-                if self._others_wait(tenant) and num[tenant] and held[tenant] + need > self._parts[tenant]:
+                if self._others_wait(tenant) and num[tenant] and held[tenant] + need > self._parts.get(tenant, 0.0):
                     continue
                 held[tenant] += need
                 num[tenant] += 1

@@ -171,7 +171,7 @@ except ConfigError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     bare, asking, absent, nowhere, target = done.stdout.splitlines()
-    assert bare.startswith("scheduling policy 'bare' has no displaces, begin_step, key, order")
+    assert bare.startswith("scheduling policy 'bare' has no displaces, max_rows, spare, packs, begin_step, key, order")
     assert "inherit from penstock.sched.policy.fcfs.Fcfs" in bare
     assert asking.startswith("scheduling policy 'asking' cannot be made: ")
     assert "registered as parts:Absent, which cannot be had: module 'parts' has no attribute 'Absent'" in absent

@@ -10,6 +10,7 @@ from enum import IntEnum
 
 ABI = 17
 PANEL = 64
+UNIT_BYTES = 1024
 
 
 class DType(IntEnum):
