@@ -109,7 +109,7 @@ def make(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_C34_mixed_families_equal_transformers(case: str, tmp_path: Path) -> None:
     model = make(case)
-    found = check(save(model, tmp_path), model, length=90, max_model_len=300, count_params=False)
+    found = check(save(model, tmp_path), model, length=90, max_model_len=300, count_params=False, slack=2.0)
     assert found.spec.family == case.split("-")[0]
     assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
     weights = load_weights(open_model(tmp_path), found.spec, "float32")

@@ -53,8 +53,10 @@ def naive_pooled(name: str, ids: list[int], pooling: str) -> npt.NDArray[np.floa
     if pooling == "mean_sqrt_len":
         return (hidden.astype(np.float64).sum(axis=0) / len(ids) ** 0.5).astype(np.float32)
     if pooling == "weightedmean":
-        shares = np.arange(1, len(ids) + 1) / (len(ids) * (len(ids) + 1) / 2)
-        return (shares[:, None] * hidden.astype(np.float64)).sum(axis=0).astype(np.float32)
+        total = np.zeros(hidden.shape[1])
+        for weight, state in enumerate(hidden.astype(np.float64), 1):
+            total += weight * state
+        return (total / (len(ids) * (len(ids) + 1) / 2)).astype(np.float32)
     row: npt.NDArray[np.float32] = hidden[-1 if pooling == "last" else 0]
     return row
 

@@ -106,7 +106,7 @@ def test_an_mlstm_is_a_weighted_sum_over_all_tokens(cuts: list[int]) -> None:
         top = np.maximum(weights.max(axis=1), slow[:, head])[:, None]
         by = np.exp(weights - top) * (q[:, head].astype(np.float64) @ k[:, head].T) * keys**-0.5
         want = by @ v[:, head] / (np.maximum(np.abs(by.sum(axis=1))[:, None], np.exp(-top)) + eps)
-        np.testing.assert_allclose(got[:, head], want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(got[:, head], want, rtol=3e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, T])
