@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import certifi
 import pytest
 
 from tests.unproven import ROOT, unproven
+
+
+def pytest_configure() -> None:
+    """Where a shell started this in the background, interrupts are ignored, and children would ignore theirs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

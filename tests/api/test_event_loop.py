@@ -1,12 +1,15 @@
 """Nothing on the server's event loop takes longer than 50 ms, whatever is sent within the default limits.
 
-Measured by the watch that every server has, in CPU time of the loop's thread: how busy the machine is plays no part.
+Measured by the watch that every server has, in CPU time of the loop's thread: how busy the machine is plays no part,
+and on a slower one it is as many times longer as a loop of Python is.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,12 +61,25 @@ def watch(big: LiveServer) -> Iterator[LoopWatch]:
     on_loop(big, found.stop)
 
 
+@functools.cache
+def slowness() -> float:
+    """Of this machine, by a loop of Python that takes 40 ms where HOLD_S was set."""
+    taken = []
+    for _ in range(5):
+        started = time.process_time()
+        for i in range(1_000_000):
+            i & 3
+        taken.append(time.process_time() - started)
+    return min(taken) / 0.04
+
+
 def held(watch: LoopWatch, ask: Callable[[], httpx.Response]) -> httpx.Response:
     """The answer. On a busy machine CPU time has its outliers; what really takes long does so every time."""
+    most_s = HOLD_S * max(1.0, slowness())
     for _ in range(3):
         watch.reset()
         answer = ask()
-        if watch.longest_s < HOLD_S:
+        if watch.longest_s < most_s:
             return answer
     raise AssertionError(f"{watch.longest_s * 1000:.0f} ms at {watch.places}")
 

@@ -24,7 +24,7 @@ from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
 from tests.engine.naive import Logits, beam_search, fake_logits, generate
 
-EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "16"))
+EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "8"))
 STEPS = 40
 
 knobs = st.builds(

@@ -95,7 +95,7 @@ def test_a_row_of_codes(shape: tuple[int, int, int], zeros: str, kind: tuple[int
 
 
 @pytest.mark.parametrize(("shape", "zeros"), some(grid(
-    [(5, 70, 512, 128), (20, 9, 1024, 256), (70, 33, 2048, 128)], ["none", "codes", "values"],
+    [(5, 70, 512, 128), (20, 9, 1024, 256), (70, 33, 512, 128)], ["none", "codes", "values"],
 ), pairs=True))  # fmt: skip
 def test_several_rows_of_words(shape: tuple[int, int, int, int], zeros: str) -> None:
     (tokens, outputs, inputs, group) = shape

@@ -213,7 +213,7 @@ def test_a_request_that_comes_while_its_model_leaves_is_answered() -> None:
 
 
 def test_drawn_requests_never_take_more_than_there_is_and_none_is_lost() -> None:
-    for seed in range(60):
+    for seed in range(150):
         rng = random.Random(seed)
 
         async def main(rng: random.Random = rng) -> None:
@@ -238,6 +238,35 @@ def test_drawn_requests_never_take_more_than_there_is_and_none_is_lost() -> None
             assert await asyncio.gather(*asked) == [[7]] * num
 
         run(main())
+
+
+def test_what_has_come_for_one_that_dozes_keeps_it_from_no_turn_of_another() -> None:
+    async def main() -> None:
+        house = House((8, 0), (8, 2), limit=13)
+        await house.ask(0)
+        await house.models.sleep(house.served[0], DOZING)
+        assert await asyncio.gather(house.ask(1), house.ask(0, look=False)) == [[7], [7]]
+
+    run(main())
+
+
+def test_a_start_that_nobody_wants_any_more_ends_though_news_come_with_that() -> None:
+    async def main() -> None:
+        house = House((8, 0), (8, 0), limit=13)
+        house.engines[0].holds = True
+        first = asyncio.create_task(house.ask(0))
+        second = asyncio.create_task(house.ask(1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        coming = house.served[1].coming
+        assert coming is not None
+        second.cancel()  # which is news
+        await asyncio.wait({second, coming}, timeout=5)
+        assert coming.cancelled()
+        house.engines[0].answer(house.engines[0].held[0])
+        assert await first == [7]
+
+    run(main())
 
 
 def test_who_waits_long_gets_the_memory_of_one_that_is_always_in_use() -> None:

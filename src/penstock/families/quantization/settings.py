@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from penstock.base.errors import UnsupportedError
@@ -82,7 +83,41 @@ def is_spared(name: str, patterns: Sequence[str]) -> bool:
     A pattern is a name, the beginning or a part of one, or has "*" for anything. Expressions ("re:...") are a
     stranger's and never run; those of names, dots and ".*" are taken for what they say.
     """
-    return any(_matches(name, pattern) for pattern in patterns)
+    return _spared(tuple(patterns)).has(name)
+
+
+@lru_cache(8)
+def _spared(patterns: tuple[str, ...]) -> _Spared:
+    return _Spared(patterns)
+
+
+class _Spared:
+    """Configurations name hundreds of modules beside tens of thousands of matrices: a name is compared only with the
+    patterns whose inner parts it has."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._any: list[str] = []
+        self._by_inner: dict[str, list[str]] = {}
+        """Those of at least three parts and no sign, by what is between their first and their last dot."""
+        for pattern in dict.fromkeys(patterns):
+            first, last = pattern.find("."), pattern.rfind(".")
+            if first < last and not pattern.startswith("re:") and "*" not in pattern:
+                self._by_inner.setdefault(pattern[first + 1 : last], []).append(pattern)
+            else:
+                self._any.append(pattern)
+
+    def has(self, name: str) -> bool:
+        if any(_matches(name, pattern) for pattern in self._any):
+            return True
+        if not self._by_inner:
+            return False
+        parts = name.split(".")
+        for end in range(2, len(parts)):
+            for begin in range(1, end):
+                some = self._by_inner.get(".".join(parts[begin:end]), ())
+                if any(pattern in name for pattern in some):
+                    return True
+        return False
 
 
 def _matches(name: str, pattern: str) -> bool:

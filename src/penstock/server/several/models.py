@@ -201,7 +201,7 @@ class Models:
 
     async def _end(self, model: ServedModel, why: str) -> None:
         try:
-            if model.client.num_live and why != "failed":
+            if model.num_at_work and why != "failed":
                 return  # one came a moment ago
             await model.client.sleep()
             model.level, model.failed_s = GONE, None
@@ -255,8 +255,7 @@ class Models:
         """Something of it has to end before it can sleep. What waits for its start waits on."""
         if model.leaving is not None or (model.coming is not None and not model.in_line):
             return True
-        up = model.level != GONE
-        return up and (model.client.num_live > 0 or model.client.state in ("starting", "restarting"))
+        return model.level != GONE and (model.num_at_work > 0 or model.client.state in ("starting", "restarting"))
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -283,4 +282,5 @@ class Models:
     async def _change(self, most_s: float) -> None:
         """Returns when something has changed, or after so many seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), most_s)
+            async with asyncio.timeout(most_s):  # wait_for forgets that it was cancelled if news come with that
+                await self._news.wait()

@@ -72,7 +72,12 @@ class ServedModel:
     def is_idle(self) -> bool:
         """It can leave now."""
         begins = not self.in_line and (self.coming is not None or self.num_waiting > 0)
-        return not (self.client.num_live or begins or self.leaving is not None)
+        return not (self.num_at_work or begins or self.leaving is not None)
+
+    @property
+    def num_at_work(self) -> int:
+        """Requests that have to end before it can leave. Those of one that dozes wait for their turn and wait on."""
+        return 0 if self.level == DOZING else self.client.num_live
 
     @property
     def state(self) -> str:
