@@ -1,4 +1,4 @@
-"""`penstock bench {serve,mlperf,latency,throughput,roofline}`: figures of a server, or of a model on this machine."""
+"""`penstock bench {serve,mlperf,latency,...}`: figures of a server, or of a model on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.cli import bench_mlperf, bench_serve, bench_server
+from penstock.cli import bench_mlperf, bench_presets, bench_serve, bench_server
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -16,7 +16,7 @@ EXIT_OK, EXIT_FAILED = 0, 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from penstock.config.load import add_arguments as add_engine_arguments
 
-    kinds = parser.add_subparsers(dest="bench", metavar="{serve,mlperf,latency,throughput,roofline}", required=True)
+    kinds = parser.add_subparsers(dest="bench", metavar="{serve,mlperf,latency,...}", required=True)
     serve = kinds.add_parser("serve", allow_abbrev=False, help="requests against a server, sent when they are due")
     bench_serve.add_arguments(serve)
     mlperf = kinds.add_parser("mlperf", allow_abbrev=False, help="MLPerf's scenarios against a server, with its rules")
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roofline.add_argument("--json", metavar="FILE", help="write the points here")
     roofline.add_argument("--html", metavar="FILE", help="write a page with charts here")
     add_engine_arguments(roofline, model_positional=True)
+    presets = kinds.add_parser("presets", allow_abbrev=False, help="what other systems' parts do on one workload")
+    bench_presets.add_arguments(presets)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -55,6 +57,8 @@ def bench(args: argparse.Namespace) -> int:
         return asyncio.run(bench_serve.serve(args))
     if args.bench == "mlperf":
         return asyncio.run(bench_mlperf.mlperf(args))
+    if args.bench == "presets":
+        return bench_presets.presets(args)
     return {"latency": _latency, "throughput": _throughput, "roofline": _roofline}[args.bench](args)
 
 

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rm": ("models:models", "remove models that were pulled"),
     "ps": ("servers:servers", "the servers that run"),
     "stop": ("servers:servers", "end a server when it has answered"),
+    "features": ("features:features", "what settings or presets switch on, in the columns of the surveys' table"),
     "doctor": ("doctor:doctor", "what this machine and this installation can do, and why not"),
 }
 """Name -> `module:function` under `penstock.cli` (the module also has `add_arguments`), and what the help says."""

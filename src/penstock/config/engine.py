@@ -404,6 +404,11 @@ class ExecutionConfig(Section):
         "File to which processes of the engine append their stacks when they are stuck or crash, and tracebacks; by "
         "default of penstock serve log/engine.log in the cache folder, else standard error.",
     )
+    preset: str | None = setting(
+        None,
+        "The parts that another system had, such as vllm-2023, orca, llama.cpp, as settings, which your own beat; "
+        "several with commas, if they do not contradict each other. penstock features says what each sets.",
+    )
     plugin: str | None = setting(
         None,
         "Python files (FILE.py) or modules with parts of your own, with commas between them: they register policies, "

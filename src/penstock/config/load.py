@@ -15,6 +15,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.engine import SECTIONS, SETTINGS, EngineConfig
 from penstock.config.environment import CONVERT, from_environment, literal
 from penstock.config.foreign import ALIASES, FOREIGN, VALUES
+from penstock.config.presets import preset_settings
 from penstock.config.server import FurtherModel, ServeConfig, ServerConfig
 from penstock.config.setting import PREFIX, Setting, settings_of
 from penstock.config.several import NOT_SHARED, OF_A_MODEL, add_named, named
@@ -280,6 +281,8 @@ def engine_config(given: Mapping[str, Given]) -> EngineConfig:
         raise ConfigError("model: is missing; name the folder or file of the model", field="model")
     if str(values.get("device")).startswith("cuda"):
         values.setdefault("depth", 2)  # while a GPU computes, the host plans what comes next
+    if values.get("preset") is not None:
+        values = preset_settings(values["preset"], values) | values
     by_section: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS}
     for name, value in values.items():
         by_section[SETTINGS[name].section][name] = value

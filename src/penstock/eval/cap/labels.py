@@ -90,6 +90,7 @@ LABELS: dict[str, Label] = {
     "schedule_conservativeness": _SYSTEM,
     "enable_chunked_prefill": _SYSTEM,
     "long_prefill_token_threshold": _SYSTEM,
+    "preset": _SYSTEM,
     "threads": _SYSTEM,
     "packed_weights": _SYSTEM,
     "memory_bytes": _SYSTEM,
