@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rm": ("models:models", "remove models that were pulled"),
     "ps": ("servers:servers", "the servers that run"),
     "stop": ("servers:servers", "end a server when it has answered"),
+    "tune": ("tune:tune", "settings for a load within limits: searched, tried, written with reasons"),
     "features": ("features:features", "what settings or presets switch on, in the columns of the surveys' table"),
     "doctor": ("doctor:doctor", "what this machine and this installation can do, and why not"),
 }

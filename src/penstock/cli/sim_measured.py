@@ -55,7 +55,7 @@ def calibrate(args: argparse.Namespace) -> int:
     if args.sim_seed < 0:
         raise InputError("sim-seed must not be negative", param="sim_seed")
     config = from_args(args)
-    found = _measure(config, args.minutes * 60, args.longest, args.sim_seed)
+    found = measure_steps(config, args.minutes * 60, args.longest, args.sim_seed)
     save(found, args.out)
     console = Console()
     errors = found.errors
@@ -67,7 +67,7 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(config: EngineConfig, seconds: float, longest: int, seed: int) -> Calibration:
+def measure_steps(config: EngineConfig, seconds: float, longest: int, seed: int) -> Calibration:
     from penstock.sim.calibrate import collect, plain
     from penstock.sim.calibrated import calibration_of
     from penstock.sim.real import real_engine

@@ -409,6 +409,12 @@ class ExecutionConfig(Section):
         "The parts that another system had, such as vllm-2023, orca, llama.cpp, as settings, which your own beat; "
         "several with commas, if they do not contradict each other. penstock features says what each sets.",
     )
+    tuned_for: str | None = setting(
+        None,
+        "Machine, version and model that settings were tuned for, as penstock tune writes it into its file; elsewhere "
+        "an engine refuses to start with them. Without it nothing is checked.",
+        takes_object=True,
+    )
     plugin: str | None = setting(
         None,
         "Python files (FILE.py) or modules with parts of your own, with commas between them: they register policies, "

@@ -106,6 +106,10 @@ def start(
     hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
     machine = machine_of(config, machine or probe(), checkpoint.spec)
+    if config.execution.tuned_for is not None:
+        from penstock.launch.tuned import check_tuned
+
+        check_tuned(config.execution.tuned_for, path, checkpoint.spec, machine)
     if config.execution.memory_bytes is not None:
         from penstock.launch.offload import choose_offload  # nobody else needs it at the start
 

@@ -93,6 +93,19 @@ _NO_OFFLOAD = {"tensorrt-llm-2023", "flexflow-serve", "llama.cpp"}
 """Whose offloading the survey notes, and whose preset leaves it to settings of its own kind."""
 
 
+def test_L11_sglang_is_a_radix_tree_an_order_by_it_and_grammars_at_the_start() -> None:
+    made = of("sglang")
+    assert (made.cache.prefix_cache, made.cache.enable_prefix_caching) == ("radix", True)
+    assert made.scheduler.scheduling_policy == "cache-aware"
+    assert made.cache.warm_grammars
+
+
+def test_L12_fastgen_splits_and_fuses_so_that_steps_are_alike() -> None:
+    made = of("deepspeed-fastgen")
+    assert made.scheduler.scheduling_policy == "splitfuse"
+    assert made.scheduler.enable_chunked_prefill
+
+
 def test_a_column_that_is_none_is_one_sentence() -> None:
     assert chosen("decode, reuse") == ["decode", "reuse"]
     with pytest.raises(ConfigError, match="--columns: 'decoding' is no column; did you mean decode\\?"):

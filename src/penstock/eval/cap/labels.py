@@ -91,6 +91,7 @@ LABELS: dict[str, Label] = {
     "enable_chunked_prefill": _SYSTEM,
     "long_prefill_token_threshold": _SYSTEM,
     "preset": _SYSTEM,
+    "tuned_for": _SYSTEM,
     "threads": _SYSTEM,
     "packed_weights": _SYSTEM,
     "memory_bytes": _SYSTEM,
