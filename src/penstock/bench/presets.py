@@ -28,7 +28,7 @@ _SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class PresetWork:
     """`requests` with prompts of about `input_len` tokens that begin alike, and outputs of lognormal lengths about
     `output_len`. A request alone, of these lengths, is timed before."""
 
@@ -54,7 +54,7 @@ class Work:
 
 
 @dataclass
-class Measured:
+class PresetFigures:
     """Of one preset, a number per round. Units: seconds; tokens a second."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -75,10 +75,10 @@ class Measured:
 
 
 def measure(
-    configs: Mapping[str, EngineConfig], work: Work, rounds: int, on_one: Callable[[], None] = lambda: None
-) -> dict[str, Measured]:
+    configs: Mapping[str, EngineConfig], work: PresetWork, rounds: int, on_one: Callable[[], None] = lambda: None
+) -> dict[str, PresetFigures]:
     """By preset. One that cannot run says why, and the others go on. Tokens are compared with those of the first."""
-    found = {name: Measured() for name in configs}
+    found = {name: PresetFigures() for name in configs}
     wanted: list[list[int]] | None = None
     for number in range(rounds):
         names = list(configs)
@@ -99,7 +99,7 @@ def measure(
     return found
 
 
-def _one(config: EngineConfig, work: Work, into: Measured) -> list[list[int]]:
+def _one(config: EngineConfig, work: PresetWork, into: PresetFigures) -> list[list[int]]:
     llm = LLM.from_config(config)
     try:
         prompts, params = work.draw(llm)
@@ -125,7 +125,7 @@ def _one(config: EngineConfig, work: Work, into: Measured) -> list[list[int]]:
 
 
 def rows(
-    found: Mapping[str, Measured],
+    found: Mapping[str, PresetFigures],
     features: Mapping[str, Mapping[str, str]] | None = None,
     columns: Sequence[str] = (),
 ) -> Iterator[list[str]]:

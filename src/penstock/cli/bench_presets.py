@@ -50,7 +50,7 @@ def presets(args: argparse.Namespace) -> int:
         raise ConfigError("--preset: leave it away; --presets names those that run", field="preset")
     configs = {bench.DEFAULT: engine_config(given)}
     configs |= {name: engine_config(given | {"preset": Given(name, "")}) for name in names}
-    work = bench.Work(args.requests, args.input_len, args.output_len, configs[bench.DEFAULT].model.seed)
+    work = bench.PresetWork(args.requests, args.input_len, args.output_len, configs[bench.DEFAULT].model.seed)
     with files.progress("presets", args.rounds * len(configs)) as advance:
         found = bench.measure(configs, work, args.rounds, advance)
     switched = {name: columns_of(config) for name, config in configs.items()}

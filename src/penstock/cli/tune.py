@@ -16,7 +16,7 @@ from penstock.cli.sim_workload import add_workload, positive, workload_of
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.sim.metrics import Slo
-    from penstock.sim.tune import Score, Tuned
+    from penstock.sim.tune import LoadScore, TunedSettings
     from penstock.sim.workload import Workload
 
 
@@ -129,8 +129,8 @@ def _spec(config: EngineConfig) -> Any:
 
 
 def _verified(
-    config: EngineConfig, found: Tuned, workload: Workload, slo: Slo, args: argparse.Namespace, say: Any
-) -> dict[str, tuple[Score, dict[str, Any]]]:
+    config: EngineConfig, found: TunedSettings, workload: Workload, slo: Slo, args: argparse.Namespace, say: Any
+) -> dict[str, tuple[LoadScore, dict[str, Any]]]:
     """What the real engine makes of the first requests: as given, tuned, and tuned with drafts. A candidate that cannot
     run says why in the log and is left out."""
     import logging
@@ -138,18 +138,18 @@ def _verified(
     from penstock.base.errors import PenstockError
     from penstock.config.load import from_kwargs
     from penstock.sim.real import real_engine, run_on
-    from penstock.sim.tune import DRAFTS, Score
+    from penstock.sim.tune import DRAFTS, LoadScore
 
     part = workload.limited(args.verify)
     candidates: dict[str, dict[str, Any]] = {"as given": {}, "tuned": found.settings}
     if config.speculation is None:
         candidates |= {f"tuned, {d}": found.settings | {"speculative_config": d} for d in DRAFTS}
-    out: dict[str, tuple[Score, dict[str, Any]]] = {}
+    out: dict[str, tuple[LoadScore, dict[str, Any]]] = {}
     for name, settings in candidates.items():
         say(f"the real engine, {name}")
         try:
             with real_engine(from_kwargs(**(config.as_kwargs() | settings))) as engine:
-                out[name] = Score.of(run_on(engine, part, truncate=args.truncate), slo), settings
+                out[name] = LoadScore.of(run_on(engine, part, truncate=args.truncate), slo), settings
         except PenstockError as error:
             if name in ("as given", "tuned"):
                 raise
@@ -157,7 +157,7 @@ def _verified(
     return out
 
 
-def _best(tried: Mapping[str, tuple[Score, dict[str, Any]]]) -> str | None:
+def _best(tried: Mapping[str, tuple[LoadScore, dict[str, Any]]]) -> str | None:
     """The first of those that none beats by more than runs differ; so what was given stays unless others are better."""
     best: str | None = None
     for name, (score, _) in tried.items():
@@ -171,8 +171,8 @@ def _flags(settings: Mapping[str, Any]) -> str:
 
 
 def toml_of(
-    given: Mapping[str, Any], chosen: Mapping[str, Any], found: Tuned, measured: Mapping[str, str], best: str | None,
-    mark: Mapping[str, str], load: str, slo: Slo,
+    given: Mapping[str, Any], chosen: Mapping[str, Any], found: TunedSettings, measured: Mapping[str, str],
+    best: str | None, mark: Mapping[str, str], load: str, slo: Slo,
 ) -> str:  # fmt: skip
     """Settings with the reason of each above it, in tables as `--config` reads them."""
     from penstock.config.engine import SECTIONS, SETTINGS
@@ -197,7 +197,7 @@ def toml_of(
     return "\n".join([*lines, ""])
 
 
-def reasons_of(found: Tuned, name: str) -> list[str]:
+def reasons_of(found: TunedSettings, name: str) -> list[str]:
     tried = found.reasons.get(name, [])
     if not tried:
         return ["by measurement on the real engine"]
@@ -211,7 +211,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _report(found: Tuned, tried: Mapping[str, Any], chosen: Mapping[str, Any], mark: Mapping[str, str]) -> Any:
+def _report(found: TunedSettings, tried: Mapping[str, Any], chosen: Mapping[str, Any], mark: Mapping[str, str]) -> Any:
     return {
         "settings": dict(chosen), "tuned_for": dict(mark), "simulated": vars(found.score), "given": vars(found.first),
         "runs": found.num_runs, "measured": {name: vars(score) for name, (score, _) in tried.items()},

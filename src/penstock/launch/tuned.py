@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from penstock import __version__
 from penstock.base.errors import ConfigError
 from penstock.base.hashing import digest
+from penstock.base.version import __version__
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 

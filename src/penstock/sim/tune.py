@@ -33,14 +33,14 @@ DRAFTS: Sequence[Any] = ('{"method": "ngram"}', '{"method": "suffix"}')
 
 
 @dataclass(frozen=True)
-class Score:
+class LoadScore:
     """`attained`: share of the requests within the limits; `mean_s`: from arrival to the last token."""
 
     attained: float
     mean_s: float
 
     @classmethod
-    def of(cls, result: SimResult, slo: Slo) -> Score:
+    def of(cls, result: SimResult, slo: Slo) -> LoadScore:
         requests = result.requests
         if not len(requests):
             return cls(0.0, float("inf"))
@@ -49,7 +49,7 @@ class Score:
         mean_s = float(np.nanmean(requests.finish_s - requests.arrival_s))
         return cls(attained, mean_s)
 
-    def beats(self, other: Score) -> bool:
+    def beats(self, other: LoadScore) -> bool:
         if abs(self.attained - other.attained) > ALIKE_SHARE:
             return self.attained > other.attained
         return self.mean_s < other.mean_s * (1 - ALIKE_TIME)
@@ -63,17 +63,17 @@ class Tried:
     """One value of a knob while the others were `beside`; `score` None: it is not possible, `why`."""
 
     value: Any
-    score: Score | None
+    score: LoadScore | None
     why: str = ""
 
 
 @dataclass
-class Tuned:
+class TunedSettings:
     """`settings`: those chosen; `reasons`: for each knob, what its values came to when it was looked at last."""
 
     settings: dict[str, Any]
-    score: Score
-    first: Score
+    score: LoadScore
+    first: LoadScore
     reasons: dict[str, list[Tried]] = field(default_factory=dict)
     num_runs: int = 0
 
@@ -84,7 +84,7 @@ Run = Callable[[Mapping[str, Any]], SimResult]
 def tune(
     run: Run, slo: Slo, given: Mapping[str, Any], kv_bytes: int, *, rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda line: None,
-) -> Tuned:  # fmt: skip
+) -> TunedSettings:  # fmt: skip
     """`run(settings)` simulates the load. Knobs in `given` stay what the user made them; `kv_bytes`: KV memory that
     there is. Raises as `run` for the settings that are given."""
     known: dict[tuple[tuple[str, Any], ...], Tried] = {}
@@ -94,12 +94,12 @@ def tune(
         key = tuple(sorted(settings.items()))
         if key not in known:
             try:
-                known[key] = Tried(value, Score.of(run(settings), slo))
+                known[key] = Tried(value, LoadScore.of(run(settings), slo))
             except (ConfigError, CapacityError) as error:
                 known[key] = Tried(value, None, str(error))
         return Tried(value, known[key].score, known[key].why)
 
-    first = Score.of(run({}), slo)
+    first = LoadScore.of(run({}), slo)
     best = first
     reasons: dict[str, list[Tried]] = {}
     knobs = {name: values for name, values in KNOBS.items() if name not in given}
@@ -122,4 +122,4 @@ def tune(
         enough = [one for one in tried if one.score is not None and not best.beats(one.score)]
         if enough:
             chosen["kv_cache_memory_bytes"] = enough[0].value
-    return Tuned(chosen, best, first, reasons, len(known) + 1)
+    return TunedSettings(chosen, best, first, reasons, len(known) + 1)

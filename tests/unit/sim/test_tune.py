@@ -15,7 +15,7 @@ from penstock.base.errors import ConfigError, InputError
 from penstock.cli.tune import _best, _toml, slo_of, toml_of
 from penstock.sim import tune as module
 from penstock.sim.metrics import Slo
-from penstock.sim.tune import KNOBS, Score, tune
+from penstock.sim.tune import KNOBS, LoadScore, tune
 
 SLO = Slo(1.0, 0.1)
 
@@ -23,7 +23,7 @@ SLO = Slo(1.0, 0.1)
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is its share of good answers and its mean time."""
-    monkeypatch.setattr(Score, "of", classmethod(lambda cls, result, slo: cls(*result)))
+    monkeypatch.setattr(LoadScore, "of", classmethod(lambda cls, result, slo: cls(*result)))
 
 
 def peak(settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def test_it_finds_the_best_of_every_knob_and_no_more_memory_than_that_needs() ->
         "scheduling_policy": "slo", "max_num_batched_tokens": 256, "long_prefill_token_threshold": 64,
         "max_num_seqs": 16, "kv_cache_memory_bytes": 500,
     }  # fmt: skip
-    assert found.first == Score(0.5, 3.0)
+    assert found.first == LoadScore(0.5, 3.0)
     assert found.score.attained == pytest.approx(0.9)
     assert [one.value for one in found.reasons["max_num_seqs"]] == list(KNOBS["max_num_seqs"])
     assert found.num_runs < 60, "no setting is run twice"
@@ -73,10 +73,10 @@ def test_an_impossible_value_is_a_reason_and_not_an_end() -> None:
 
 
 def test_a_share_counts_before_time_and_small_differences_do_not() -> None:
-    assert Score(0.9, 9.0).beats(Score(0.8, 1.0))
-    assert not Score(0.901, 1.0).beats(Score(0.9, 1.0))
-    assert Score(0.9, 0.9).beats(Score(0.9, 1.0))
-    assert not Score(0.9, 0.99).beats(Score(0.9, 1.0))
+    assert LoadScore(0.9, 9.0).beats(LoadScore(0.8, 1.0))
+    assert not LoadScore(0.901, 1.0).beats(LoadScore(0.9, 1.0))
+    assert LoadScore(0.9, 0.9).beats(LoadScore(0.9, 1.0))
+    assert not LoadScore(0.9, 0.99).beats(LoadScore(0.9, 1.0))
 
 
 def test_refused_requests_are_not_good_ones() -> None:
@@ -90,13 +90,13 @@ def test_refused_requests_are_not_good_ones() -> None:
             return 2
 
     result = SimpleNamespace(requests=Requests(**vars(r)), refused={"too long": 2})
-    assert Score.of(result, SLO) == Score(0.25, 2.0)  # type: ignore[arg-type]
+    assert LoadScore.of(result, SLO) == LoadScore(0.25, 2.0)  # type: ignore[arg-type]
 
 
 def test_what_is_measured_decides_and_noise_does_not() -> None:
-    tried: Any = {"as given": (Score(0.9, 1.0), {}), "tuned": (Score(0.9, 0.99), {"a": 1})}
+    tried: Any = {"as given": (LoadScore(0.9, 1.0), {}), "tuned": (LoadScore(0.9, 0.99), {"a": 1})}
     assert _best(tried) == "as given"
-    assert _best(tried | {"tuned, drafts": (Score(0.95, 1.2), {"a": 1})}) == "tuned, drafts"
+    assert _best(tried | {"tuned, drafts": (LoadScore(0.95, 1.2), {"a": 1})}) == "tuned, drafts"
     assert _best({}) is None
 
 
