@@ -63,14 +63,14 @@ def watch(big: LiveServer) -> Iterator[LoopWatch]:
 
 @functools.cache
 def slowness() -> float:
-    """Of this machine, by a loop of Python that takes 40 ms where HOLD_S was set."""
+    """Of this machine, by a loop of Python that takes 20 ms where HOLD_S was set."""
     taken = []
     for _ in range(5):
         started = time.process_time()
         for i in range(1_000_000):
             i & 3
         taken.append(time.process_time() - started)
-    return min(taken) / 0.04
+    return min(taken) / 0.02
 
 
 def held(watch: LoopWatch, ask: Callable[[], httpx.Response]) -> httpx.Response:
