@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ def presets(args: argparse.Namespace) -> int:
     from penstock.cli.run import with_default_model
     from penstock.config.load import Given, engine_config, given_by
     from penstock.config.presets import PRESETS, preset_settings
+    from penstock.launch.tuned import machine_name
+    from penstock.plan.probe import probe
     from penstock.report import files
     from penstock.report.tables import table
 
@@ -56,8 +57,9 @@ def presets(args: argparse.Namespace) -> int:
     switched = {name: columns_of(config) for name, config in configs.items()}
     lines = list(bench.rows(found, switched, COLUMNS))
     Console().print(table(["", *FIGURES], bench.rows(found)))
+    model = Path(configs[bench.DEFAULT].model.model).name
     result = {
-        "work": vars(work), "rounds": args.rounds, "machine": platform.processor() or platform.machine(),
+        "work": vars(work), "rounds": args.rounds, "machine": machine_name(probe()), "model": model,
         "presets": {name: {"features": switched[name], **one.summary()} for name, one in found.items()},
     }  # fmt: skip
     if args.json is not None:
@@ -79,7 +81,7 @@ def page(lines: list[list[str]], result: dict[str, Any]) -> str:
         "of one engine: `--preset NAME` switches Penstock's parts to what each system had. It is no measurement of "
         "those systems: kernels are the same for all, so figures differ by batching, memory and reuse alone. "
         "`penstock features --presets all` prints the columns from the settings themselves.", "",
-        "This page is what `penstock bench presets --out docs/presets.md` wrote: "
+        f"This page is what `penstock bench presets --out FILE.md` wrote of {result['model']} on {result['machine']}: "
         f"{work['requests']} requests at once, prompts of about {work['input_len']} tokens whose first half is the "
         f"same, about {work['output_len']} tokens of output (lognormal), {result['rounds']} rounds in turns. Each "
         "figure is a median, its smallest and largest in brackets, and its ratio to the default settings' of the same "

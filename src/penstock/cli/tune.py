@@ -104,7 +104,7 @@ def tune(args: argparse.Namespace) -> int:
     best = _best(tried)
     if best is not None:
         chosen = tried[best][1]
-    shown = table(("settings", "simulated", "measured"), title=workload.description, left=3)
+    shown = table(("settings", "simulated", f"measured, first {args.verify}"), title=workload.description, left=3)
     shown.add_row("as given", str(found.first), str(tried["as given"][0]) if tried else "-")
     shown.add_row(_flags(found.settings) or "(the same)", str(found.score), str(tried["tuned"][0]) if tried else "-")
     for name, (score, settings) in tried.items():
@@ -113,7 +113,7 @@ def tune(args: argparse.Namespace) -> int:
     console.print(shown)
     path = local_path(config.model.model, config.model.revision)
     mark = tuned_for(path, measured.spec, probe())
-    told = {name: str(score) for name, (score, _) in tried.items()}
+    told = {f"first {args.verify} requests, {name}": str(score) for name, (score, _) in tried.items()}
     write(args.out, toml_of(given, chosen, found, told, best, mark, workload.description, slo))
     print(f"wrote {args.out}; penstock serve {config.model.model} --config {args.out}", file=sys.stderr)
     if args.json is not None:
