@@ -18,6 +18,7 @@ from penstock.launch.llm import LLM
 ROOT = Path(__file__).resolve().parents[3]
 
 OTHER_VALUES: dict[str, Any] = {
+    "preset": "orca",
     "keep_alive": "9m",
     "speculative_config": {"method": "ngram"}, "kv_cache_dtype": "int8", "kv_selector": "streaming", "kv_budget": "64",
     "kv_selector_config": {"sinks": 4}, "kv_events_config": {"enable_kv_cache_events": True},
