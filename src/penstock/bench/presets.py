@@ -77,24 +77,27 @@ class PresetFigures:
 def measure(
     configs: Mapping[str, EngineConfig], work: PresetWork, rounds: int, on_one: Callable[[], None] = lambda: None
 ) -> dict[str, PresetFigures]:
-    """By preset. One that cannot run says why, and the others go on. Tokens are compared with those of the first."""
+    """By preset. One that cannot run says why, and the others go on. Tokens are compared with those of the first, whose
+    errors are raised."""
     found = {name: PresetFigures() for name in configs}
-    wanted: list[list[int]] | None = None
+    first = next(iter(configs))
+    wanted: list[list[int]] = []
     for number in range(rounds):
         names = list(configs)
         random.Random(work.seed + number).shuffle(names)
         if number == 0:
-            names.sort(key=lambda name: name != next(iter(configs)))  # whose tokens the others' are compared with
+            names.sort(key=lambda name: name != first)  # whose tokens the others' are compared with
         for name in names:
             one = found[name]
             try:
-                tokens = _one(configs[name], work, one)
+                if one.error is None:
+                    tokens = _one(configs[name], work, one)
+                    wanted = wanted or tokens
+                    one.same_tokens &= tokens == wanted
             except PenstockError as error:
+                if name == first:
+                    raise
                 one.error = str(error)
-                on_one()
-                continue
-            wanted = tokens if wanted is None else wanted
-            one.same_tokens &= tokens == wanted
             on_one()
     return found
 
@@ -106,7 +109,7 @@ def _one(config: EngineConfig, work: PresetWork, into: PresetFigures) -> list[li
         warm = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         llm.generate([{"prompt_token_ids": [1] * 8}], warm)
         (alone,) = llm.generate(prompts[:1], params[:1])
-        ttft_s, tpot_s = alone.metrics.ttft_s, alone.metrics.tpot_s(work.output_len)
+        ttft_s, tpot_s = alone.metrics.ttft_s, alone.metrics.tpot_s(len(alone.outputs[0].token_ids))
         assert ttft_s is not None
         assert tpot_s is not None
         began_s = time.perf_counter()
@@ -134,15 +137,15 @@ def rows(
     base = next(iter(found.values()))
     for name, one in found.items():
         switched = [] if features is None else [features[name][column] for column in columns]
-        if not one.tokens_per_s:
-            yield [name, *switched, *["-"] * 4, one.error or "nothing was measured"]
+        if one.error is not None:
+            yield [name, *switched, *["-"] * 4, one.error]
             continue
         cells = []
         for which, scale, digits in (
             ("ttft_s", 1e3, 0), ("tpot_s", 1e3, 1), ("tokens_per_s", 1.0, 1), ("mean_latency_s", 1.0, 2),
         ):  # fmt: skip
             values, beside = getattr(one, which), getattr(base, which)
-            ratio = median([a / b for a, b in zip(values, beside, strict=False)])
+            ratio = median([a / b for a, b in zip(values, beside, strict=True)])
             ends = f" ({min(values) * scale:.{digits}f} to {max(values) * scale:.{digits}f})"
             cells.append(f"{median(values) * scale:.{digits}f}{'' if features is None else ends}; {ratio:.2f}")
         yield [name, *switched, *cells, "yes" if one.same_tokens else "NO"]

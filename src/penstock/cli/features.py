@@ -91,6 +91,7 @@ def columns_of(config: EngineConfig) -> dict[str, str]:
 def notes_of(preset: str) -> list[str]:
     """What a preset leaves to the user, and what the system had that is not there (yet)."""
     from penstock.config.engine import SETTINGS
+    from penstock.config.load import from_kwargs
     from penstock.config.presets import PARALLEL, PRESETS
 
     if preset not in PRESETS:
@@ -99,6 +100,8 @@ def notes_of(preset: str) -> list[str]:
     absent = [column for column, setting in PARALLEL.items()
               if found.survey.get(column) == _YES and setting not in SETTINGS]  # fmt: skip
     notes = [f"not yet switched on: {', '.join([*absent, *found.lacks])}"] if absent or found.lacks else []
+    if found.survey.get("offload") == _YES and _offload(from_kwargs(model="-", preset=preset)) == _NO:
+        notes.append("nothing is offloaded without swap_space, kv_offload, weight_memory_bytes or memory_bytes")
     return notes + [f"give {name}: {why}" for name, why in found.asks.items()]
 
 
@@ -144,13 +147,13 @@ def _prefill(config: EngineConfig) -> str:
 
 def _decode(config: EngineConfig) -> str:
     cache = config.cache
-    if config.speculation is not None:
-        return f"tree attention, drafts by {config.speculation.method}"
+    drafts = "" if config.speculation is None else f", drafts by {config.speculation.method}"
     if cache.kv_allocator.startswith("contiguous"):
-        return "contiguous attention"
+        return "contiguous attention" + drafts
     if cache.kv_allocator in ("virtual", "vtensor"):
-        return "contiguous attention over virtual addresses"
-    return "token attention" if cache.block_size == 1 else f"paged attention, blocks of {cache.block_size}"
+        return "contiguous attention over virtual addresses" + drafts
+    blocks = "token attention" if cache.block_size == 1 else f"paged attention, blocks of {cache.block_size}"
+    return blocks + drafts
 
 
 def _reuse(config: EngineConfig) -> str:

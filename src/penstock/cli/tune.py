@@ -115,7 +115,7 @@ def tune(args: argparse.Namespace) -> int:
     mark = tuned_for(path, measured.spec, probe())
     told = {f"first {args.verify} requests, {name}": str(score) for name, (score, _) in tried.items()}
     write(args.out, toml_of(given, chosen, found, told, best, mark, workload.description, slo))
-    print(f"wrote {args.out}; penstock serve {config.model.model} --config {args.out}", file=sys.stderr)
+    print(f"serve with it: penstock serve {config.model.model} --config {args.out}", file=sys.stderr)
     if args.json is not None:
         write(args.json, json.dumps(_report(found, tried, chosen, mark), indent=1) + "\n")
     return 0

@@ -60,7 +60,7 @@ class LoadScore:
 
 @dataclass(frozen=True)
 class Tried:
-    """One value of a knob while the others were `beside`; `score` None: it is not possible, `why`."""
+    """One value of a knob; `score` None: it is not possible, and `why`."""
 
     value: Any
     score: LoadScore | None
