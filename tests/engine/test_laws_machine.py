@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from penstock.core.adapter import AdapterRef, namespace_of
+from penstock.core.events import Move
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sampling import RepetitionDetectionParams
 from tests.engine.fake_model import VOCAB
@@ -107,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         only_full = not (self.slots or self.windows)
         knobs.offload = knobs.offload and only_full and knobs.host_blocks > 0 and knobs.prefix_cache != "none"
         self.core, _ = fake_engine(knobs, slots=self.slots, windows=self.windows)
+        self.core.knobs.limit_drafts(8)
         self.knobs = knobs
         self.collector = Collector()
         self.requests: dict[str, Request] = {}
@@ -187,6 +189,18 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from(["preempt", "preempt", "ragged", "taint"]))
     def disturb(self, data: Any, kind: str) -> None:
         self.core.add(Control(kind=kind, request_id=self._pick(data)))
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def turn(self, data: Any, share: float) -> None:
+        """A knob gets another value, as adaptive mode does it."""
+        name = data.draw(st.sampled_from(self.core.knobs.names))
+        if name == "scheduling_policy":
+            value: Any = data.draw(st.sampled_from(["fcfs", "slo:ttft_s=1,tpot_s=0", "prefill-first", "fastserve"]))
+        else:
+            least, most = self.core.knobs.bounds[name]
+            value = least + share * (most - least)
+            value = value if name == "schedule_conservativeness" else round(value)
+        self.core.add(Move(name=name, value=value, why="drawn"))
 
     @rule()
     def forget_prefixes(self) -> None:

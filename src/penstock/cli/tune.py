@@ -43,23 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def slo_of(text: str) -> Slo:
     """Raises InputError."""
-    from penstock.base.errors import InputError
+    from penstock.base.latency import latency_limits
     from penstock.sim.metrics import Slo
 
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
-        try:
-            seconds = float(number) * scale
-        except ValueError:
-            seconds = 0.0
-        if name not in ("ttft", "tpot") or not 0 < seconds < 1e9:
-            raise InputError(
-                f"--slo: {part.strip()!r} must be ttft=X or tpot=X, with X seconds or as 500ms", param="slo"
-            )
-        found[f"{name}_s"] = seconds
-    return Slo(**found)
+    return Slo(**latency_limits(text, "--slo"))
 
 
 def tune(args: argparse.Namespace) -> int:

@@ -304,6 +304,27 @@ class SchedulerConfig(Section):
     long_prefill_token_threshold: int = setting(
         0, "Tokens that one sequence may take from a step's budget; 0: as many as there are.", minimum=0
     )
+    decode_step_ms: float = setting(
+        100.0,
+        "A server's steps in which somebody decodes are cut so that they take no longer, as predicted, in "
+        "milliseconds; a prompt gets a block per step at least.",
+        above=0.0,
+    )
+    adaptive: bool = setting(
+        False,
+        "Let a controller move knobs of the scheduler as the load wants it, each move with its reason in log, metrics "
+        "and /internal/state. Tokens stay the same.",
+    )
+    adaptive_slo: str = setting(
+        "ttft=1,tpot=0.1",
+        "What adaptive mode keeps for requests that promise nothing themselves: seconds to the first token and per "
+        "token after it, or as 500ms.",
+    )
+    adaptive_knobs: str = setting(
+        "all",
+        "Which knobs adaptive mode may move, with commas. all: those that have their defaults; max_num_seqs and "
+        "max_num_batched_tokens never beyond what is given.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

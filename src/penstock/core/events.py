@@ -55,7 +55,18 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     read: tuple[int, float] | None = None
 
 
-MachineNews = PoolGrowth | StoreNews
+class Move(Decision, frozen=True, kw_only=True, tag=True, gc=False):
+    """A knob of the scheduler gets another value while the engine runs (`sched.controller`), logged with the intake.
+
+    Attributes:
+        was: the value before.
+    """
+
+    was: Any = None
+
+
+MachineNews = PoolGrowth | StoreNews | Move
+"""What nobody has asked for: what the machine and the store say, and what adaptive mode does about the load."""
 
 
 @dataclass
@@ -116,6 +127,8 @@ class EngineStats(ExpertCounts):
     num_weight_bytes: int = 0
     """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
     weight_wait_s: float = 0.0
+    num_moves: int = 0
+    """Times that adaptive mode gave a knob another value."""
     num_weight_swaps: int = 0
     """Other weights taken up; `weight_swap_s`: seconds for which nothing ran meanwhile."""
     weight_swap_s: float = 0.0

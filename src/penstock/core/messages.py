@@ -108,6 +108,11 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: list[float] = []
     """What its steps take, with `prefill_token_s` (`sched.costs.LearntCosts`)."""
     prefill_token_s: float = 0.0
+    knobs: dict[str, Any] = {}
+    """What adaptive mode has set, by name; empty: it is off. `moves`: the last ones, (seconds on the engine's clock,
+    knob, value, value before, why). `frozen`: it moves nothing now."""
+    moves: list[tuple[float, str, Any, Any, str]] = []
+    frozen: bool = False
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
 

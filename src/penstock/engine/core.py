@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from penstock.core.events import MachineNews, PoolGrowth, StoreNews
+from penstock.core.events import MachineNews, Move, PoolGrowth, StoreNews
 from penstock.core.output import EngineOutput
 from penstock.core.request import Abort, Intake, Request
 from penstock.core.sequence import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.engine.grower import Grower
     from penstock.engine.record import Recorder
     from penstock.kv.manager import KVManager
+    from penstock.sched.controller import Controller
     from penstock.sched.scheduler import Scheduler
 
 InFlight = tuple["SchedulerOutput", list[tuple[Sequence, int, int]]]
@@ -52,6 +53,8 @@ class EngineCore:
         """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
         self.store_news: Callable[[float], list[StoreNews]] | None = None
         """What is new in the store of blocks, if it is time to look. None: there is no store, or a log says it."""
+        self.controller: Controller | None = None
+        """Moves knobs of the scheduler as the load wants it. None: nobody does, or a log says how."""
         self.tell_events: Callable[[list[KVEvent]], bool] | None = None
         """Hears at once, and without waiting for anybody, what `kv.events` has recorded in a step; False: lost."""
         self.groups: dict[str, SequenceGroup] = {}
@@ -64,7 +67,7 @@ class EngineCore:
         self.commit = Commit(scheduler, kv, self.groups, self._sequences, self.new_sequence, self._emitted)
         self._next_seq_id = 0
         self._entry, self._next_step = Entry(self.commit, self.new_sequence, executor, self._inflight), 0
-        self.swapping = self._entry.swapping
+        self.swapping, self.knobs, self.moves = self._entry.swapping, self._entry.knobs, self._entry.moves
 
     def add(self, item: Intake | MachineNews) -> None:
         """Hand in a request, an abort, a control order or, of a log, a growth; it takes effect in the next step.
@@ -90,10 +93,7 @@ class EngineCore:
         now_s = self.clock.now()
         if self.recorder is not None:
             self.recorder.begin(now_s)
-        if self.grower is not None:
-            self._intake.extendleft(self.grower.look(self.kv.backing, self.scheduler.wake_s is not None, now_s))
-        if self.store_news is not None:
-            self._intake.extendleft(reversed(self.store_news(now_s)))
+        self._intake.extendleft(reversed(self._entry.unasked(self, now_s)))
         while self._intake:
             self._take(self._intake.popleft())
         self._entry.settle()
@@ -157,8 +157,8 @@ class EngineCore:
             self._entry.growth(item)
             if self.grower is not None:
                 self.grower.follow(self.kv.backing)
-        elif isinstance(item, StoreNews):
-            self._entry.news(item)
+        elif isinstance(item, StoreNews | Move):
+            self._entry.news(item, self.clock.now())
         else:
             self._entry.control(item)
 

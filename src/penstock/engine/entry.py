@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import InputError
-from penstock.core.events import MachineNews, PoolGrowth, StoreNews
+from penstock.core.events import MachineNews, Move, PoolGrowth, StoreNews
 from penstock.core.request import Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.group import SequenceGroup
 from penstock.engine.swapping import Swapping
+from penstock.sched.knobs import Knobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from penstock.core.protocols import Executor
     from penstock.engine.commit import Commit
+    from penstock.engine.core import EngineCore
 
 CONTROL_KINDS = (
     "preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep", "weights",
-    "hold", "go_on",
+    "hold", "go_on", "freeze", "thaw",
 )  # fmt: skip
+MOVES_KEPT = 64
+_LOG = logging.getLogger("penstock")
 
 
 class Entry:
@@ -39,6 +45,9 @@ class Entry:
         self._next_arrival = 0
         self._prefetches: list[Sequence] = []
         self.swapping = Swapping(commit, executor, inflight)
+        self.knobs = Knobs(commit.scheduler)
+        self.moves: deque[tuple[float, Move]] = deque(maxlen=MOVES_KEPT)
+        """The last moves of knobs, and when they were made on the engine's clock."""
 
     def queued(self, item: Intake | MachineNews) -> None:
         """It is about to be queued. Raises InputError if a request's id is in use or it cannot have come as far as it
@@ -132,10 +141,29 @@ class Entry:
         stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
         backing.apply(growth)
 
-    def news(self, news: StoreNews) -> None:
-        """Others have changed what the store of blocks holds."""
-        if self._kv.stored is not None:
+    def unasked(self, core: EngineCore, now_s: float) -> list[MachineNews]:
+        """What nobody has sent and the next step takes in first; in a replay, where the log has it, nothing."""
+        found: list[MachineNews] = []
+        if core.controller is not None:
+            found += core.controller.look(now_s)
+        if core.store_news is not None:
+            found += core.store_news(now_s)
+        if core.grower is not None:
+            found += core.grower.look(self._kv.backing, self._scheduler.wake_s is not None, now_s)
+        return found
+
+    def news(self, news: StoreNews | Move, now_s: float) -> None:
+        """Others have changed what the store of blocks holds, or a knob gets another value."""
+        if isinstance(news, Move):
+            self._move(news, now_s)
+        elif self._kv.stored is not None:
             self._kv.stored.heard(news)
+
+    def _move(self, move: Move, now_s: float) -> None:
+        self.knobs.set(move.name, move.value)
+        self.moves.append((now_s, move))
+        self._commit.stats.num_moves += 1
+        _LOG.info("adaptive: %s: %s, was %s: %s", move.name, move.value, move.was, move.why)
 
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":
@@ -149,6 +177,9 @@ class Entry:
             return
         if control.kind == "evict_prefix_cache":
             self._kv.hints.evict(control.label, control.age_s)
+            return
+        if control.kind in ("freeze", "thaw"):
+            self.knobs.frozen = control.kind == "freeze"
             return
         if control.kind == "pause":
             self._scheduler.pauses.between(control.namespace, control.token_ids, control.expected_s)

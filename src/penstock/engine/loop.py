@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import InputError
 from penstock.core.messages import EngineSnapshot, Outputs
@@ -57,7 +57,13 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         tiers=tiers_of(core.kv),
         decode_s=list(scheduler.pauses.costs.decode),
         prefill_token_s=scheduler.pauses.costs.prefill_token_s,
+        **({} if core.controller is None else _adaptive(core)),
     )
+
+
+def _adaptive(core: EngineCore) -> dict[str, Any]:
+    moves = [(at_s, move.name, move.value, move.was, move.why) for at_s, move in core.moves]
+    return {"knobs": core.knobs.values(), "moves": moves, "frozen": core.knobs.frozen}
 
 
 class EngineLoop:

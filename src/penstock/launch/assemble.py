@@ -26,7 +26,7 @@ from penstock.launch.backend import backend_of
 from penstock.launch.drafts import LoadedDraft, draft_models
 from penstock.launch.parts import Load, Parts, make_rank
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
-from penstock.launch.speculation import DraftMeans, make_controller
+from penstock.launch.speculation import DraftMeans, make_controller, num_drafts
 from penstock.model.forward import Forward
 from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
@@ -131,6 +131,10 @@ def engine_over(
     if config.cache.kv_allocator in ("paged", "modules") and not spec.poison:
         core.grower = Grower(ask, executor.back, takes_all=config.sizes_kv)
         core.grower.begin(core.kv.backing)
+    if config.scheduler.adaptive:
+        from penstock.launch.adaptive import adapt  # nobody else needs it at the start
+
+        adapt(config, core)
     return core
 
 
@@ -272,10 +276,14 @@ def engine_core(
         preemption_mode=config.scheduler.preemption_mode,
         pause_mode=config.scheduler.pause_mode,
         conservativeness=config.scheduler.schedule_conservativeness,
+        decode_step_s=config.scheduler.decode_step_ms / 1000,
         drafts=drafts or make_controller(config, timer),
         offline=offline,
     )
     shared.queues = scheduler
     if config.lora.enable_lora:
         placed.queues = scheduler
-    return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)
+    core = EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)
+    if config.scheduler.adaptive and config.speculation is not None:
+        core.knobs.limit_drafts(num_drafts(config.speculation))
+    return core

@@ -33,6 +33,10 @@ def check_names(config: EngineConfig) -> None:
     KV_MANAGERS.target(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
     make_offline_policy(config.scheduler.offline_policy)
+    if config.scheduler.adaptive:
+        from penstock.launch.adaptive import check_adaptive  # nobody else needs it
+
+        check_adaptive(config)
     if config.scheduler.length_predictor is not None:
         from penstock.lengths import make_predictor  # nobody else needs it
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 FORGETTING = 0.9
 """What a step counts less than the one behind it: some ten are remembered."""
+MIN_SIZED = 2.5
+"""Steps of a size, as far as they are remembered, from which on it is known."""
 MIN_PREFILL = 8
 """Prompt tokens of a step from which it says something of them."""
 
@@ -22,6 +24,7 @@ class LearntCosts:
         """[b]: seconds of a step in which 2^b to 2^(b+1) - 1 sequences decode, and nothing else; 0: none was seen."""
         self.prefill_token_s = 0.0
         self._prefill = [0.0, 0.0]  # seconds, tokens
+        self._sized: dict[int, list[float]] = {}  # seconds, tokens, steps
 
     def observe(self, num_decodes: int, num_prefill: int, seconds: float) -> float:
         """A step that took so long. Returns the seconds of it that decodes owe: as many as such a step takes without
@@ -47,6 +50,19 @@ class LearntCosts:
             beyond_s = max(0.0, seconds - self.decode_s(num_decodes))
             self._prefill = [FORGETTING * self._prefill[0] + beyond_s, FORGETTING * self._prefill[1] + num_prefill]
             self.prefill_token_s = self._prefill[0] / self._prefill[1]
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens, with prompt tokens among them, took so long."""
+        sums = self._sized.setdefault((num_tokens - 1).bit_length(), [0.0, 0.0, 0.0])
+        mean_s = sums[0] / sums[2] if sums[2] else seconds
+        seen = (min(seconds, 4 * mean_s), num_tokens, 1.0)
+        sums[:] = [FORGETTING * a + b for a, b in zip(sums, seen, strict=True)]
+
+    def sized(self, most: int) -> tuple[float, float] | None:
+        """(seconds, tokens), on average, of steps of at most `most` tokens and more than half of that; None: too few
+        were seen. Kernels work in tiles, so that twice the tokens may take no longer, or three times as long."""
+        seconds, tokens, steps = self._sized.get((most - 1).bit_length(), (0.0, 0.0, 0.0))
+        return (seconds / steps, tokens / steps) if steps >= MIN_SIZED else None
 
     def decode_s(self, num_decodes: int) -> float:
         """Seconds of a step in which so many sequences decode."""

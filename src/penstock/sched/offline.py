@@ -25,6 +25,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.sequence import NEVER, Sequence, Status
+from penstock.sched.shares import WithShares
 
 if TYPE_CHECKING:
     from penstock.core.events import EngineStats
@@ -70,6 +71,13 @@ class WithOffline:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def take(self, inner: SchedulingPolicy) -> None:
+        """Another policy for online work from the next step on: the innermost one is replaced."""
+        if isinstance(self._inner, WithShares):
+            self._inner.take(inner)
+        else:
+            self._inner = inner
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -180,6 +180,8 @@ class Pauses:
             num_tokens = sum([row.num_tokens for row in rows])
             num_decodes = len(rows) if num_tokens == len(rows) else sum([row.num_tokens == 1 for row in rows])
             decode_s = self.costs.observe(num_decodes, num_tokens - num_decodes, result.duration_s)
+            if num_tokens > num_decodes:
+                self.costs.took(num_tokens, result.duration_s)
             stats = self._scheduler.stats
             stats.decode_s += decode_s
             stats.prefill_s += result.duration_s - decode_s

@@ -25,12 +25,17 @@ class Reserve:
     """`conservativeness` scales the share; 0 sets nothing aside. Units: tokens."""
 
     def __init__(self, conservativeness: float = 1.0) -> None:
-        self._start = min(1.0, START * conservativeness)
-        self._floor = self._start * FLOOR
+        self.scale(conservativeness)
         self.share = self._start
         self._of_running = (-1, 0, 0)
         """Of the running, in this step: how many they are, and what they may still add, without a prediction and with
         one. Many may ask in a step (`SchedulingPolicy.packs`)."""
+
+    def scale(self, conservativeness: float) -> None:
+        """Another one from now on; the share goes there as it does from step to step."""
+        self.conservativeness = conservativeness
+        self._start = min(1.0, START * conservativeness)
+        self._floor = self._start * FLOOR
 
     def begin_step(self) -> None:
         self._of_running = (-1, 0, 0)

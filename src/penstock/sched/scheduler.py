@@ -74,7 +74,7 @@ class Scheduler:
         self.prefill_step_s = prefill_step_s
         self.preemption_mode = preemption_mode
         self.pauses = Pauses(self, timer, pause_mode)
-        self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
+        self.clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.reserve = Reserve(conservativeness)
         self._ahead = FetchAhead(kv)
         self.swap_ahead = SwapAhead(self)
@@ -216,8 +216,8 @@ class Scheduler:
         self._claimed.clear()
         if self.policy.displaces and self.waiting:
             self._displace()
-        if self._clockwork is not None:
-            self._clockwork.begin(self._step_limit_s())
+        if self.clockwork is not None:
+            self.clockwork.begin(self._step_limit_s())
         rooms: Mapping[int, tuple[int, int]] = {}
         if self.drafts is not None:
             rooms = self.drafts.begin_step(self.running, now_s)
@@ -235,8 +235,8 @@ class Scheduler:
                     if row is not None:
                         rows[seq.seq_id] = (seq, row)
                         budget -= 1 + row.num_drafts
-                        if self._clockwork is not None:
-                            self._clockwork.add(start, 1 + row.num_drafts, True)
+                        if self.clockwork is not None:
+                            self.clockwork.add(start, 1 + row.num_drafts, True)
                         continue
                 # A decode in a block of its own, which is nearly every row of nearly every step; or promised.
                 plain = one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None
@@ -246,8 +246,8 @@ class Scheduler:
                     num_decodes += 1
                     decode_context += start + 1
                     continue
-            if self._clockwork is not None and num_decodes:
-                self._clockwork.add_decodes(num_decodes, decode_context)
+            if self.clockwork is not None and num_decodes:
+                self.clockwork.add_decodes(num_decodes, decode_context)
                 num_decodes = decode_context = 0
             if seq.status is Status.WAITING:
                 if seq.held:
@@ -292,8 +292,8 @@ class Scheduler:
             row = row_of(self.kv, seq, n)
             rows[seq.seq_id] = (seq, row)
             budget -= n
-            if self._clockwork is not None:
-                self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
+            if self.clockwork is not None:
+                self.clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
             if self.kv.swaps.loads and (alone or added):  # they wait for blocks
                 return self._emit(step, rows, added, 0)
@@ -371,8 +371,8 @@ class Scheduler:
         if self.long_prefill_token_threshold > 0:
             n = min(n, self.long_prefill_token_threshold)
         start = seq.num_computed + seq.num_inflight
-        if self._clockwork is not None and n > 1:
-            n = self._clockwork.fit(start, n)
+        if self.clockwork is not None and n > 1:
+            n = self.clockwork.fit(start, n)
         if n < lag and not self.chunked_prefill and lag > 1:
             n = lag if budget >= self.max_num_batched_tokens else 0
         return n if n <= 0 else self.kv.cut(seq, start, n)

@@ -47,6 +47,11 @@ class WithShares:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def take(self, inner: SchedulingPolicy) -> None:
+        """Another policy from the next step on."""
+        self.inner = inner
+        self.name, self.displaces = inner.name, inner.displaces or bool(self._parts)
+
     def begin_step(self, now_s: float, kv: Any) -> None:
         self.inner.begin_step(now_s, kv)
         if self._parts:

@@ -15,6 +15,7 @@ from penstock.core.protocols import StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
 from penstock.executor.sim_files import SimFolder
+from penstock.launch.adaptive import adapt
 from penstock.launch.assemble import engine_core
 from penstock.plan.devices import Device
 from penstock.plan.memory import asking_for_all
@@ -133,4 +134,5 @@ def build_sim(
     )
     if store is not None:
         core.store_news = store.news
+    adapt(config, core)
     return core

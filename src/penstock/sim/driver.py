@@ -292,6 +292,7 @@ class WorkloadRun:
                 tenant=request.tenant,
                 weight=request.weight,
                 slo_tpot_s=request.slo_tpot_s,
+                slo_ttft_s=request.slo_ttft_s,
                 expected_tokens=request.expected,
                 expected_ttft_s=reader.ttft_s,
                 expected_tds=reader.tds,

@@ -33,7 +33,8 @@ class TimedRequest:
         tenant, session: labels; "" if there is none.
         blocks: ids of the pieces the prompt begins with, `Workload.block_tokens` tokens each; the last may be cut off
             by the prompt's end. Equal ids are equal tokens. What follows them is like nothing else.
-        priority, tenant, weight, slo_tpot_s, calls, offline_s: as in `Request`; expected: its `expected_tokens`.
+        priority, tenant, weight, slo_tpot_s, slo_ttft_s, calls, offline_s: as in `Request`; expected: its
+            `expected_tokens`.
         reader: when it expects tokens; None: as people who chat do (`core.qoe.Expected`).
     """
 
@@ -46,6 +47,7 @@ class TimedRequest:
     priority: int = 0
     weight: float = 1.0
     slo_tpot_s: float | None = None
+    slo_ttft_s: float | None = None
     expected: int = 0
     reader: Expected | None = None
     calls: tuple[ApiCall, ...] = ()

@@ -109,6 +109,7 @@ _ENGINE_COUNTERS = (
     ("experts_foreseen", "Of these, those that were asked for then.", "num_experts_foreseen", OURS),
     ("expert_read_bytes", "Bytes of experts read from the disk.", "expert_read_bytes", OURS),
     ("expert_stall_seconds", "Seconds that steps waited for experts.", "expert_stall_s", OURS),
+    ("adaptive_moves", "Times that adaptive mode gave a knob another value.", "num_moves", OURS),
     ("weight_swaps", "Times that other weights were taken up.", "num_weight_swaps", OURS),
     ("weight_swap_seconds", "Seconds for which nothing ran meanwhile.", "weight_swap_s", OURS),
     ("lora_adapters_wanted", "Times that a row needed its adapter.", "num_adapters_wanted", OURS),
@@ -297,6 +298,14 @@ class Metrics(Collector):
         for name, text, field in _TIER_GAUGES:
             values = {tier.name: float(getattr(tier, field)) for tier in now.tiers}
             yield from self._labelled(GaugeMetricFamily, name, text, ("tier",), values)
+        if now.knobs:
+            text = "What adaptive mode has set; of scheduling_policy 1 for the one in use."
+            knobs: dict[tuple[str, str], float] = {
+                (knob, value if isinstance(value, str) else ""): 1.0 if isinstance(value, str) else float(value)
+                for knob, value in now.knobs.items()
+            }
+            yield from self._labelled(GaugeMetricFamily, "adaptive_knob", text, ("knob", "value"), knobs)
+            yield from self._gauge("adaptive_frozen", "1: adaptive mode moves no knob.", float(now.frozen))
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)

@@ -164,7 +164,25 @@ def _names(stream: Any) -> tuple[str, ...]:
     return (stream.request_id, "" if call is None else call.facts.get("http_request_id") or "")
 
 
+async def freeze(request: Request, server: Server) -> Any:
+    """Knobs stay as they are until `/admin/adaptive/thaw`."""
+    return _frozen(server, "freeze")
+
+
+async def thaw(request: Request, server: Server) -> Any:
+    return _frozen(server, "thaw")
+
+
+def _frozen(server: Server, kind: str) -> Any:
+    if not server.client.snapshot.knobs:
+        raise WireError(404, "this engine is not in adaptive mode; start it with --adaptive", code="not_found")
+    server.client.control(Control(kind=kind))
+    return {"object": "adaptive", "frozen": kind == "freeze"}
+
+
 ROUTES: list[BaseRoute] = [
+    Route("/admin/adaptive/freeze", for_admin(freeze), methods=["POST"]),
+    Route("/admin/adaptive/thaw", for_admin(thaw), methods=["POST"]),
     Route("/admin/requests", for_admin(requests), methods=["GET"]),
     Route("/admin/abort", for_admin(abort), methods=["POST"]),
     Route("/admin/evict_prefix_cache", for_admin(evict_prefix_cache), methods=["POST"]),

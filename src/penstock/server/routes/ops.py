@@ -159,6 +159,12 @@ async def state(request: Request) -> Response:
             "ages_s": AGES_S,
         },
         "preemptions": stats.counter("num_preemptions"),
+        "adaptive": {
+            "knobs": snapshot.knobs, "frozen": snapshot.frozen, "moves": [
+                {"at_s": at_s, "knob": knob, "value": value, "was": was, "why": why}
+                for at_s, knob, value, was, why in snapshot.moves
+            ],
+        } if snapshot.knobs else None,
         "speculation": stats.acceptance.figures() if server.speculates else None,
         "history": stats.history(points),
         "recent": [row for row in stats.recent if only is None or row["tenant"] == only],
