@@ -61,7 +61,7 @@ CASE = Case(
     title="Offline work in the gaps of online requests (ConServe)",
     goal="Offline tokens/s above 0 while the p99 of online TTFT grows by at most 10 % against no backlog.",
     variants={"as set": {}, "only in gaps": {"offline_slowdown": 0.0}},
-    loads={name + end: beside(load, backlog=not end) for name, load in _LOADS.items() for end in ("", ", online only")},
+    loads={name + end: beside(load, backlog=not end) for name, load in _LOADS.items() for end in ("", " alone")},
     figures=figures,
     share=0.2,
     requests=32,
