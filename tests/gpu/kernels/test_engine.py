@@ -59,7 +59,8 @@ def test_a_latent_of_many_heads_is_read_once(monkeypatch: pytest.MonkeyPatch) ->
         name: (draw.standard_normal(shape) / np.sqrt(shape[-1]) + (len(shape) == 1)).astype(np.float32)
         for name, shape in weight_shapes(spec).items()
     }
-    calls, real = [], latent_decode.split_latent
+    calls: list[Any] = []
+    real = latent_decode.split_latent
     monkeypatch.setattr(latent_decode, "split_latent", lambda *args: calls.append(real(*args)))
     plain, own = drivers_of(spec, weights, kv_dtype="bfloat16", block_size=16)
     for step in STEPS:
