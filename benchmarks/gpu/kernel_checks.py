@@ -101,6 +101,47 @@ def _attention(prefill: bool) -> Callable[[Any, torch.device], Results]:
     return each
 
 
+def _latent(launcher: Any, device: torch.device) -> Results:
+    """Keys that all heads share and that are the values, of a size for which there is a kernel of its own."""
+    naive: Any = import_module("tests.gpu.kernels.naive")
+    made: Any = import_module(f"{KERNELS}.attention_decode")
+    for kind, size in (("bfloat16", 32), ("float16", 64)):
+        step = naive.paged_step(2, (0, 9, 700, 63), (1, 0, 1, 1), heads=80, kv_heads=1, size=size, kind=kind,
+                                q_kind=kind, dims={"k": 512, "rope": 64, "v": 512})  # fmt: skip
+        step.planes["v"], step.decoded["v"] = step.planes["k"], step.decoded["k"]
+        rule = made.Rule(0.05, sinks=torch.rand(80, generator=torch.Generator().manual_seed(1)))
+        keys = step.planes["k"].to(device)
+        cache = made.Cache(keys, keys, step.pages.to(device), rope_keys=step.planes["rope"].to(device))
+        where = (step.query_start_loc.to(device), step.positions.to(device), int(step.positions.max()))
+        for split in (None, 128):
+            out = launcher(step.q.to(device), cache, rule._replace(sinks=rule.sinks.to(device)), *where, split=split)
+            yield f"a latent, {kind}, cuts {split}", _off(out, naive.attention(step, rule)), _KINDS[kind]
+
+
+def _decoding(launcher: Any, device: torch.device) -> Results:
+    yield from _attention(False)(launcher, device)
+    yield from _latent(launcher, device)
+
+
+# -- where tokens lie ----------------------------------------------------------------------------------------------
+
+
+def _token_places(launcher: Any, device: torch.device) -> Results:
+    ids, positions = torch.tensor([7, 1, 3]), torch.tensor([0, 37, 64])
+    tables = torch.tensor([[-1, -1, -1], [4, 2, -1], [0, 9, 5]])
+    found = launcher(*(x.to(device, torch.int32) for x in (ids, positions, tables)), 32, 3, 99)
+    pages = [[99, 6, 15], [99, 7, 16], [99, 8, 17]]
+    wanted = [pages, [0, 5, 0], ids.tolist(), positions.tolist()]
+    yield "three rows, one of them nowhere", float([x.tolist() for x in found] != wanted), 0.0
+
+
+def _embed(launcher: Any, device: torch.device) -> Results:
+    for kind in (torch.bfloat16, torch.float16, torch.float32):
+        weight, ids = _normal(1, 90, 1100).to(kind), torch.tensor([89, 0, 5, 90, 5])
+        off = _off(launcher(ids.to(device), weight.to(device)), weight[ids % 90].double())
+        yield str(kind).removeprefix("torch."), off, 0.0
+
+
 # -- norms, activations, rotation ----------------------------------------------------------------------------------
 
 
@@ -260,11 +301,12 @@ def _route(launcher: Any, device: torch.device) -> Results:
 def _argmax(launcher: Any, device: torch.device) -> Results:
     logits = np.random.default_rng(3).integers(-5, 5, (6, 5000)).astype(np.float32)
     logits[2, 4999], logits[3, :-1] = 7.0, -np.inf
-    found = launcher(torch.from_numpy(logits).to(device)).tolist()
-    yield "the first of equals", float(found != logits.argmax(1).tolist()), 0.0
+    found, bits = launcher(torch.from_numpy(logits).to(device))
+    yield "the first of equals", float(found.tolist() != logits.argmax(1).tolist()), 0.0
+    yield "what it is", float(bits.view(torch.float64).tolist() != logits.max(1).tolist()), 0.0
     logits[0, 4500], logits[1, 17] = np.nan, np.inf
-    found = launcher(torch.from_numpy(logits).to(device)).tolist()
-    yield "rows that are sick", float(min(found) != max(found[:2]) or min(found[2:]) < 0), 0.0
+    sick = launcher(torch.from_numpy(logits).to(device))[1].view(torch.float64).isnan().tolist()
+    yield "rows that are sick", float(sick != [True] * 2 + [False] * 4), 0.0
 
 
 def _draw(launcher: Any, device: torch.device) -> Results:
@@ -320,7 +362,8 @@ def _adapt(launcher: Any, device: torch.device) -> Results:
 
 
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
-    "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
+    "attention_decode": _decoding, "attention_prefill": _attention(True), "token_places": _token_places,
+    "embed": _embed, "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
     "product_int4": _product(4), "product_words": _product(4, 128), "product_fixed": _product(16),
     "product_row": _row, "coded_row": _coded_row, "experts": _experts, "route": _route,

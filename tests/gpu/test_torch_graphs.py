@@ -263,10 +263,10 @@ def padding_into_a_live_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first row, where its first token is."""
     slots = DecodeGraphs._slots
 
-    def spoilt(self: Any, tables: Tensor, at: Tensor, num_layers: int, planes: Any) -> Any:
-        pages, offsets = slots(self, tables, at, num_layers, planes)
+    def spoilt(self: Any, ids: Tensor, positions: Tensor, tables: Tensor, num_layers: int, planes: Any) -> Any:
+        pages, *others = slots(self, ids, positions, tables, num_layers, planes)
         first = tables[0, 0].long() * num_layers + torch.arange(num_layers)[:, None]
-        return torch.where(tables[:, 0] >= 0, pages, first), offsets
+        return torch.where(tables[:, 0] >= 0, pages, first), *others
 
     monkeypatch.setattr(DecodeGraphs, "_slots", spoilt)
 

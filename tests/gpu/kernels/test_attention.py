@@ -175,6 +175,50 @@ def test_two_planes_of_keys(kernel: str, kind: str) -> None:
     assert far(run(kernel, step, rule, torch.float32), naive.attention(step, rule)) < TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "split"),
+    [("bfloat16", 16, None), ("float16", 32, None), ("bfloat16", 64, 128), ("bfloat16", 128, 64)],
+)
+def test_a_latent_is_read_once(kind: str, size: int, split: int | None) -> None:
+    """Keys that are the values, too: heads that fill a program in part, pages smaller and larger than a tile, a token
+    alone, one at a tile's end and one behind it, sinks."""
+    step = naive.paged_step(10, (150, 0, 63, 64), (1, 1, 1, 1), heads=72, kv_heads=1, size=size, kind=kind,
+                            dims={"k": 64, "rope": 24, "v": 64})  # fmt: skip
+    step.planes["v"], step.decoded["v"] = step.planes["k"], step.decoded["k"]
+    rule = rule_of(72, sinks=True)
+    cache, where = cache_of(step), (step.query_start_loc, step.positions, 150)
+    assert decode.latent_decode.takes_latent(step.q, cache, rule, kind)
+    out = decode.attend_tokens(step.q, cache, rule, *where, split=split)
+    assert far(out, naive.attention(step, rule)) < TOLERANCE[kind]
+
+
+def test_a_row_without_a_latent_is_zero() -> None:
+    """It fills up a captured step, and must not spoil what it runs beside."""
+    step = naive.paged_step(11, (70, 0), (1, 1), heads=16, kv_heads=1, size=32, kind="bfloat16",
+                            dims={"k": 64, "rope": 16, "v": 64})  # fmt: skip
+    step.planes["v"] = step.planes["k"]
+    step.planes["k"][int(step.pages[1, 0])] = float("nan")
+    step.planes["k"][0] = step.planes["k"][0].nan_to_num()
+    step.pages[1] = -1
+    out = run("decode", step, rule_of(16))
+    assert not out[0].isnan().any()
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize(
+    "change", [{"window": 7}, {"chunk": 24}, {"soft_cap": 1.5}, {"slopes": True}, "apart", "few heads", "float32"]
+)
+def test_whose_latent_is_not_read_once(change: Any) -> None:
+    heads = 8 if change == "few heads" else 16
+    step = naive.paged_step(12, (40,), (1,), heads=heads, kv_heads=1, size=32, kind="bfloat16",
+                            dims={"k": 64, "rope": 16, "v": 64})  # fmt: skip
+    if change != "apart":
+        step.planes["v"] = step.planes["k"]
+    rule = rule_of(heads, **change) if isinstance(change, dict) else rule_of(heads)
+    kind = "float32" if change == "float32" else "bfloat16"
+    assert not decode.latent_decode.takes_latent(step.q, cache_of(step), rule, kind)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_steps(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

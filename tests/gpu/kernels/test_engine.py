@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,8 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'pens
 import torch
 
 from penstock.backends.gpu.backend import TorchBackend
-from penstock.backends.gpu.kernels import products
+from penstock.backends.gpu.kernels import latent_decode, products
 from penstock.base.bf16 import narrow
+from penstock.core.model_spec import weight_shapes
 from penstock.ops.tree import tree_mask
 from tests import specs
 from tests.paged import Paged
@@ -47,6 +49,27 @@ def drivers_of(
     return plain, own
 
 
+def test_a_latent_of_many_heads_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its planes come to the kernel as one tensor that is keys and values."""
+    spec, _ = specs.make("latent")
+    mixer = msgspec.structs.replace(spec.layers[0].mixer, num_heads=16, kv_rank=64)  # type: ignore[type-var]
+    spec = msgspec.structs.replace(spec, layers=(msgspec.structs.replace(spec.layers[0], mixer=mixer),))
+    draw = np.random.default_rng(3)
+    weights = {
+        name: (draw.standard_normal(shape) / np.sqrt(shape[-1]) + (len(shape) == 1)).astype(np.float32)
+        for name, shape in weight_shapes(spec).items()
+    }
+    calls: list[Any] = []
+    real = latent_decode.split_latent
+    monkeypatch.setattr(latent_decode, "split_latent", lambda *args: calls.append(real(*args)))
+    plain, own = drivers_of(spec, weights, kv_dtype="bfloat16", block_size=16)
+    for step in STEPS:
+        want, got = plain.run(step), own.run(step)
+        for seq in step:
+            np.testing.assert_allclose(got[seq], want[seq], atol=3e-2 * float(np.abs(want[seq]).max()))
+    assert calls
+
+
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "block_size", "by_kernels", "by_torch"),
     [
@@ -73,7 +96,7 @@ def test_logits_are_those_of_the_reference(
     if kv_dtype == "float32":
         _planes_are_alike(plain, own)
     found = counts(own)
-    assert set(found) == by_kernels | {f"torch {op}" for op in by_torch}
+    assert set(found) == {"embed", *by_kernels, *(f"torch {op}" for op in by_torch)}
     assert found["rope_write"] in (0, len(STEPS) * len(spec.layers))
     program: Any = own.program
     attention = program.attention.counts

@@ -129,13 +129,17 @@ def test_the_largest_logit() -> None:
     logits[7, 0] = np.nan
     logits[7, 1] = np.inf
     logits[8] = np.nan
-    assert sample.argmax(torch.from_numpy(logits)).tolist() == [*healthy, *[sample.SICK] * 5]
+    ids, bits = sample.argmax(torch.from_numpy(logits))
+    assert ids.tolist() == [*healthy, *[0] * 5]
+    peaks = bits.view(torch.float64)
+    assert peaks[:4].tolist() == logits[:4].max(1).tolist()
+    assert peaks[4:].isnan().all()
     rules = [TokenRules(temperature=1.0, top_k=3, top_p=0.9, seed=1)] * 5
     assert run(logits[4:], rules, [0] * 5, [0] * 5) == [sample.SICK] * 5
 
 
 def test_nothing_to_do() -> None:
-    assert sample.argmax(torch.empty(0, 8)).tolist() == []
+    assert sample.argmax(torch.empty(0, 8)).shape == (2, 0)
     assert run(np.empty((0, 8), np.float32), [], [], []) == []
 
 

@@ -136,8 +136,11 @@ class TorchForward(Program):
         if self._device.index:
             torch.cuda.set_device(self._device)
 
-    def compute(self, step: TorchStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> Any:
-        """Logits [R, V] of the tokens `rows` [R] of a step whose numbers are on the device: what a graph captures."""
+    def compute(
+        self, step: TorchStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> Any:
+        """Logits [R, V] of the tokens `rows` [R] of a step whose numbers are on the device, None: of all. It is what a
+        graph captures."""
         registers = [*self._registers]
         registers[: len(STEP_INPUTS)] = [step, token_ids, positions, rows]
         counts = self.calls.copy(), self.rows.copy()

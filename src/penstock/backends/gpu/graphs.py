@@ -205,13 +205,14 @@ class DecodeGraphs:
     def __init__(
         self, compute: Callable[..., Tensor], planes: Sequence[Any], groups: Sequence[CacheGroup], *, block_size: int,
         sizes: Sequence[int], max_model_len: int, device: torch.device, graphs: Graphs, adapted: bool = False,
+        kernels: bool = False,
     ) -> None:  # fmt: skip
-        """`compute`: logits [N, V] of (step, token ids, positions, rows). `groups`: the model's own, the first ones.
-        `adapted`: the model has places for adapters."""
+        """`compute`: logits [N, V] of (step, token ids, positions, None). `groups`: the model's own, the first ones.
+        `adapted`: the model has places for adapters. `kernels`: what a step begins with is computed by Triton's."""
         self.counts: Counter[int | str] = Counter()
         self.problem: str | None = None
         self._compute, self.graphs, self._device, self._block_size = compute, graphs, device, block_size
-        self._groups, self._planes, self._adapted = groups, planes, adapted
+        self._groups, self._planes, self._adapted, self._kernels = groups, planes, adapted, kernels
         contexts = contexts_up_to(max_model_len)
         # The largest first: those behind it find their memory in its.
         self._shapes = [_Shape(n, c) for c in reversed(contexts) for n in sorted(sizes, reverse=True)]
@@ -286,24 +287,33 @@ class DecodeGraphs:
         groups = tuple(GroupPlan(g.pages_per_slab, self._block_size, nowhere) for g in self._groups)
         plan = StepPlan(nothing, nothing, at, nothing + 1, at[:n], groups)
         spare = [{name: DeviceArray(plane.whole) for name, plane in own.items()} for own in self._planes]
-        rows = torch.arange(n, device=self._device)
         static = StaticTables(positions, tuple(tables), one.shape.context)
 
         def run() -> Tensor:
             step = TorchStep(plan, spare, self._device, static)
-            at = positions.long()
+            wide_ids = at = None
             for g, where in enumerate(self._groups):
-                step.memo["slots_of", g] = self._slots(tables[g], at, where.pages_per_slab, spare[g])
-                step.memo["pages", g] = tables[g]
+                *slots, wide_ids, at = self._slots(ids, positions, tables[g], where.pages_per_slab, spare[g])
+                step.memo["slots_of", g], step.memo["pages", g] = tuple(slots), tables[g]
+            if at is None or wide_ids is None:  # no layer keeps anything
+                wide_ids, at = ids.long(), positions.long()
             if adapters:
                 step.memo["adapter_order"], step.memo["adapter_tiles"] = adapters
-            return self._compute(step, ids.long(), at, rows)
+            return self._compute(step, wide_ids, at, None)
 
         return run
 
-    def _slots(self, tables: Tensor, at: Tensor, num_layers: int, planes: Any) -> tuple[Tensor, Tensor]:
-        """`TorchStep.slots_of` on the device: pages [L, N] and offsets [N]; the spare page where a row has none."""
+    def _slots(
+        self, ids: Tensor, positions: Tensor, tables: Tensor, num_layers: int, planes: Any
+    ) -> tuple[Tensor, ...]:
+        """`TorchStep.slots_of` on the device: pages [L, N] and offsets [N]; the spare page where a row has none. Then
+        ids and positions as int64."""
         spare = len(next(iter(planes.values()))) - 1
+        if self._kernels:
+            from penstock.backends.gpu.kernels.inputs import token_places
+
+            return token_places(ids, positions, tables, self._block_size, num_layers, spare)
+        at = positions.long()
         slabs = tables.long().gather(1, (at // self._block_size)[:, None])[:, 0]
         pages = slabs * num_layers + torch.arange(num_layers, device=self._device)[:, None]
-        return torch.where(slabs >= 0, pages, spare), at % self._block_size
+        return torch.where(slabs >= 0, pages, spare), at % self._block_size, ids.long(), at

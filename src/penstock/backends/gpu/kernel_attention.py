@@ -122,4 +122,6 @@ def _cache(step: TorchStep, group: int, layer: int, keys: tuple[str, ...], value
     if key not in step.memo:
         step.memo[key] = torch.from_numpy(ragged(where, None if shared else layer)).to(step.device)
     rope_keys = own(keys[1]) if len(keys) == 2 else None
-    return Cache(own(keys[0]), own(value), step.memo[key], key_scales, value_scales, rope_keys)
+    first_keys = own(keys[0])
+    values = first_keys if value == keys[0] else own(value)  # one tensor: a latent is read once
+    return Cache(first_keys, values, step.memo[key], key_scales, value_scales, rope_keys)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.backends.gpu.cache_ops import CACHE_OPS
 from penstock.backends.gpu.held import product_why_not
-from penstock.backends.gpu.kernels import activation, norm, products, rope, routes, row_products, word_products
+from penstock.backends.gpu.kernels import activation, inputs, norm, products, rope, routes, row_products, word_products
 from penstock.backends.gpu.placed import Matrix, StoredTensor
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.cache_spec import run_name
@@ -47,7 +47,7 @@ class KernelTable(OpTable):
     """
 
     def __init__(self, base: OpTable, *, invariant: bool = False) -> None:
-        names = ("linear", "rms_norm", "layer_norm", "activate_gated", "columns", "route")
+        names = ("embed", "linear", "rms_norm", "layer_norm", "activate_gated", "columns", "route")
         own: dict[str, Op] = {name: getattr(self, name) for name in names}
         super().__init__("triton", {**base, **own}, batch_invariant=invariant or base.batch_invariant)
         self._base, self._invariant = base, invariant
@@ -60,6 +60,12 @@ class KernelTable(OpTable):
     def _torch(self, name: str, *args: Any) -> Any:
         self.counts[f"torch {name}"] += 1
         return self._base[name](*args)
+
+    def embed(self, token_ids: Tensor, weight: Matrix, part: str = "", vocab_size: int = 0) -> Tensor:
+        if part or isinstance(weight, StoredTensor) or weight.stride(1) != 1:
+            return self._torch("embed", token_ids, weight, part, vocab_size)  # type: ignore[no-any-return]
+        self.counts["embed"] += 1
+        return inputs.embed(token_ids, weight)
 
     # -- products --------------------------------------------------------------------------------------------------
 

@@ -57,8 +57,9 @@ def embed(token_ids: Tensor, weight: Matrix, part: str = "", vocab_size: int = 0
     return rows_of(weight, torch.where(token_ids < weight.shape[0], token_ids, 0))
 
 
-def select(x: Tensor, rows: Tensor) -> Tensor:
-    return x[rows]
+def select(x: Tensor, rows: Tensor | None) -> Tensor:
+    """None: all of them, as captured steps want."""
+    return x if rows is None else x[rows]
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

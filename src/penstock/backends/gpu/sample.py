@@ -76,19 +76,30 @@ class TorchDraws:
     """See `ops.draws.StartedDraws`. The copy to the host is on its way."""
 
     def __init__(
-        self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[AskedDraw], likely: Sequence[Likely]
-    ) -> None:
-        """`parts`: whole numbers, and floats in float64."""
+        self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[AskedDraw], likely: Sequence[Likely],
+        beside: Any = None,
+    ) -> None:  # fmt: skip
+        """`parts`: whole numbers, and floats in float64; or one, what `kernels.sample.argmax` gives. `beside`: a stream
+        of a GPU, on which the copy keeps nothing else waiting."""
         self.tokens = tokens
         self._asked, self._likely = asked, likely
         self._shapes = [tuple(part.shape) for part in parts]
-        bits = [part.reshape(-1) if part.dtype == torch.int64 else part.reshape(-1).view(torch.int64) for part in parts]
-        self._packed = torch.cat(bits).to("cpu", non_blocking=True)
+        if len(parts) == 1:
+            packed = parts[0]
+        else:
+            bits = [part if part.dtype == torch.int64 else part.view(torch.int64) for part in parts]
+            packed = torch.cat([part.reshape(-1) for part in bits])
         self._event: Any = None
-        if tokens.device.type == "cuda" and torch.cuda.is_available():
+        if beside is None:
+            self._packed = packed.to("cpu", non_blocking=True)
+            return
+        beside.wait_stream(torch.cuda.current_stream(tokens.device))
+        with torch.cuda.stream(beside):
+            self._packed = packed.to("cpu", non_blocking=True)
             new: Any = torch.cuda.Event
             self._event = new()
-            self._event.record()
+            self._event.record(beside)
+        packed.record_stream(beside)  # its memory is not given to others before
 
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -98,6 +109,9 @@ class TorchDraws:
         if self._event is not None:
             self._event.synchronize()
         flat = self._packed.numpy()
+        if len(self._shapes) == 1:
+            found = flat[1].view(np.float64)
+            return DrawnRows(flat[0].tolist(), np.isfinite(found).tolist(), found.tolist(), [], [])
         ends = np.cumsum([int(np.prod(shape)) for shape in self._shapes])
         best, drawn, peaks, raw, *more = (
             part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), self._shapes, strict=True)
@@ -158,6 +172,7 @@ class TorchKernel:
     def __init__(self, device: torch.device, vocab_size: int, *, kernels: bool = False) -> None:
         """`kernels`: Triton's, where there is one for what is asked."""
         self._device, self.vocab_size, self._kernels = device, vocab_size, kernels
+        self._copies: Any = None
 
     def rows(self) -> TorchRows:
         return TorchRows(self)
@@ -167,6 +182,11 @@ class TorchKernel:
         """See `ops.draws.StartingKernel`."""
         changed = final is not raw
         own, raw = self._tensor(final), self._tensor(raw)
+        if not (asked or likely or changed) and self._by_kernel(own):
+            from penstock.backends.gpu.kernels.sample import argmax
+
+            found = argmax(own)
+            return TorchDraws(found[0], [found], (), (), self._beside())
         best, peaks = self._best(own, exact=changed)
         tokens, drawn = best, best.new_zeros((len(asked), max((ask.num_tokens for ask in asked), default=0)))
         if asked:
@@ -180,7 +200,7 @@ class TorchKernel:
             likely = [one._replace(num_top=min(one.num_top, self.vocab_size)) for one in likely]
         if likely:
             parts += self._rank(raw, tokens, likely)
-        return TorchDraws(tokens, parts, asked, likely)
+        return TorchDraws(tokens, parts, asked, likely, self._beside())
 
     @torch.no_grad()
     def logprobs(self, jobs: Sequence[tuple[Any, Sequence[int], int]]) -> list[Ranked]:
@@ -202,18 +222,26 @@ class TorchKernel:
     def _tensor(self, logits: Any) -> Tensor:
         return logits.tensor if isinstance(logits, DeviceArray) else torch.from_numpy(logits).to(self._device)
 
+    def _beside(self) -> Any:
+        """The stream of copies to the host; None where there is no GPU."""
+        if self._copies is None and self._device.type == "cuda" and torch.cuda.is_available():
+            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._copies
+
+    def _by_kernel(self, logits: Tensor) -> bool:
+        return self._kernels and logits.stride(1) == 1 and logits.dtype == torch.float32
+
     def _whole(self, numbers: Any) -> Tensor:
         return bring({0: numbers.astype(np.int64)}, self._device)[0]
 
     def _best(self, logits: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """The first largest of each row, and its logit. `exact`: also of rows that are -inf altogether; else they may
         have a NaN for it, as sick ones do."""
-        if self._kernels and not exact and logits.stride(1) == 1:
+        if not exact and self._by_kernel(logits):
             from penstock.backends.gpu.kernels.sample import argmax
 
-            found = argmax(logits).long()
-            best = found.clamp(min=0)
-            return best, logits.gather(1, best[:, None])[:, 0].masked_fill(found < 0, torch.nan)
+            found, peaks = argmax(logits)
+            return found, peaks.view(torch.float64)
         best = logits.argmax(dim=-1)  # the first of equals, and of NaNs
         return best, logits.gather(1, best[:, None])[:, 0]
 

@@ -169,7 +169,7 @@ def _graphs(
     return DecodeGraphs(
         forward.compute, planes, limits.groups, block_size=limits.block_size,
         sizes=sizes_up_to(limits.max_num_seqs, sizes), max_model_len=forward.max_model_len, device=device,
-        graphs=graphs, adapted=forward.adapted,
+        graphs=graphs, adapted=forward.adapted, kernels=getattr(forward.attention, "reads_tables", False),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class KernelEntry(NamedTuple):
 
 
 _HERE, _TESTS = "penstock.backends.gpu.kernels", "tests/gpu/kernels"
+_INPUTS = f"{_TESTS}/test_inputs.py"
 _ATTENTION, _POINTWISE, _PRODUCTS, _EXPERTS, _SAMPLE = (
     f"{_TESTS}/test_{name}.py" for name in ("attention", "pointwise", "products", "experts", "sample")
 )
@@ -31,6 +32,8 @@ KERNELS = (
                 "penstock.ops.ref.attention.rows:RowBackend.attend", _ATTENTION),
     KernelEntry("attention_prefill", f"{_HERE}.attention_prefill:attend_rows",
                 "penstock.ops.ref.attention.rows:RowBackend.attend", _ATTENTION),
+    KernelEntry("token_places", f"{_HERE}.inputs:token_places", "penstock.ops.step:Step.token_pages", _INPUTS, True),
+    KernelEntry("embed", f"{_HERE}.inputs:embed", "penstock.ops.ref.product:embed", _INPUTS, True),
     KernelEntry("rms_norm", f"{_HERE}.norm:rms_norm", "penstock.ops.ref.norm:rms_norm", _POINTWISE),
     KernelEntry("layer_norm", f"{_HERE}.norm:layer_norm", "penstock.ops.ref.norm:layer_norm", _POINTWISE),
     KernelEntry("rope_write", f"{_HERE}.rope:rope_write", "penstock.ops.ref.rotary:rope", _POINTWISE),

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.gpu.kernels import latent_decode
 from penstock.backends.gpu.kernels.loads import (
     LAUNCH,
     as_bytes,
@@ -261,10 +262,8 @@ def attend_tokens(
     `split`: keys of a cut, a power of two from 64 on; None: fewer where there would be few programs. A token's bits
     depend on it.
     """
-    t, heads, dim = q.shape
-    _, size, kv_heads, width = cache.values.shape
-    d = cache.keys.shape[-1]
-    group = heads // kv_heads
+    t, heads, _ = q.shape
+    kv_heads, width = cache.values.shape[2:]
     q = q.contiguous()
     if out is None:
         out = torch.empty((t, heads, width), dtype=q.dtype, device=q.device)
@@ -272,31 +271,60 @@ def attend_tokens(
         return out
     if sequences is None:
         sequences = sequences_of(query_start_loc, t)
-    alone = split is None
-    split = split or split_of(t * kv_heads * triton.cdiv(group, _BLOCK_M), max_position)
+    alone, products = split is None, products_of(q, cache, operands)
+    latent = mask is None and latent_decode.takes_latent(q, cache, rule, products)
+    if latent:
+        split = split or split_of(t * triton.cdiv(heads, latent_decode.HEADS), max_position, latent_decode.FILL)
+    split = split or split_of(t * kv_heads * triton.cdiv(heads // kv_heads, _BLOCK_M), max_position)
     shift = split.bit_length() - 1  # cuts are powers of two: shifting takes fewer registers than division
     splits = max_position // split + 1
     parts = torch.empty((t, heads, splits, width), dtype=torch.float32, device=q.device)
     parts_m, parts_l = (torch.empty((t, heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
+    wide, window, chunk = padded(width), rule.window or 0, rule.chunk or 0
+    if latent:
+        latent_decode.split_latent(q, cache, rule.scale, sequences, positions, products, (parts, parts_m, parts_l),
+                                   splits, shift)  # fmt: skip
+    else:
+        _split_paged(q, cache, rule, query_start_loc, sequences, positions, mask, products, (parts, parts_m, parts_l),
+                     splits, shift, alone)  # fmt: skip
+    _combine[t, heads](
+        parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits, shift,
+        W=width, BLOCK_W=wide, SINKS=rule.sinks is not None, num_warps=4, **overlap(),
+        **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+def _split_paged(
+    q: torch.Tensor, cache: Cache, rule: Rule, query_start_loc: torch.Tensor, sequences: torch.Tensor,
+    positions: torch.Tensor, mask: torch.Tensor | None, products: str,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], splits: int, shift: int, alone: bool,
+) -> None:  # fmt: skip
+    """Every cut of 2^`shift` keys by itself, for any keys and rules. `alone`: its size was chosen here.
+
+    Mutates: `parts`.
+    """
+    t, heads, dim = q.shape
+    _, size, kv_heads, width = cache.values.shape
+    d, group = cache.keys.shape[-1], heads // kv_heads
     keys, values = as_bytes(cache.keys), as_bytes(cache.values)
     rope_keys = keys if cache.rope_keys is None else as_bytes(cache.rope_keys)
     scales = cache.key_scales
-    window, chunk = rule.window or 0, rule.chunk or 0
-    wide, products = padded(width), products_of(q, cache, operands)
+    wide, window, chunk = padded(width), rule.window or 0, rule.chunk or 0
     # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
     tile = 16 if wide > 256 else 32 if products == "float32" else 64
     warps = 8 if wide > 256 else 4
     few = (
-        alone and split == _LEAST_SPLIT and mask is None and products != "float32" and max(wide, padded(d)) <= 128
+        alone and 1 << shift == _LEAST_SPLIT and mask is None and products != "float32" and max(wide, padded(d)) <= 128
         and d == dim and rule.slopes is None and rule.soft_cap is None
     )  # fmt: skip
     tile = tile_of(size, tile)
     if few:  # a cut at once: what one waits for is all there is
-        tile, warps = split, 8
+        tile, warps = 1 << shift, 8
     stages = 2 if wide > 256 or rule.soft_cap is not None or rule.slopes is not None else 3
     _split[t, kv_heads * triton.cdiv(group, _BLOCK_M), splits](
         q, keys, scales, rope_keys, values, cache.value_scales, cache.pages, sequences, query_start_loc, positions,
-        mask, rule.slopes, parts, parts_m, parts_l, rule.scale, window, chunk, heads, group, splits, shift,
+        mask, rule.slopes, *parts, rule.scale, window, chunk, heads, group, splits, shift,
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=_BLOCK_M,
@@ -306,18 +334,12 @@ def attend_tokens(
         ALIBI=rule.slopes is not None, WIDE=few, num_warps=warps, num_stages=1 if few else stages, **overlap(),
         **LAUNCH,
     )  # fmt: skip
-    _combine[t, heads](
-        parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits, shift,
-        W=width, BLOCK_W=wide, SINKS=rule.sinks is not None, num_warps=4, **overlap(),
-        **LAUNCH,
-    )  # fmt: skip
-    return out
 
 
-def split_of(programs: int, max_position: int) -> int:
-    """Keys of a cut, if there are so many programs for each."""
+def split_of(programs: int, max_position: int, fill: int = _FILL) -> int:
+    """Keys of a cut, if there are so many programs for each, and a device should have `fill`."""
     split = SPLIT
-    while split > _LEAST_SPLIT and programs * (max_position // split + 1) < _FILL:
+    while split > _LEAST_SPLIT and programs * (max_position // split + 1) < fill:
         split //= 2
     return split
 

@@ -18,6 +18,7 @@ from penstock.backends.gpu.kernels.adapters import FIELDS, TILE, AdapterSlots, a
 from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
 from penstock.backends.gpu.kernels.experts import Stack, run_experts
+from penstock.backends.gpu.kernels.inputs import embed, token_places
 from penstock.backends.gpu.kernels.norm import layer_norm, rms_norm
 from penstock.backends.gpu.kernels.products import product_fixed, product_int4, product_int8
 from penstock.backends.gpu.kernels.rope import rope_write
@@ -94,6 +95,18 @@ def prefill(device: str, sequences: int, tokens: int, kind: torch.dtype = BF16, 
     positions = torch.arange(sequences * tokens, dtype=torch.int32, device=device) % tokens
     own = Rule(dim**-0.5, **rule)
     return lambda: attend_rows(q, cache, own, starts, positions, tokens)
+
+
+def places(device: str, tokens: int) -> Call:
+    """Of 32 layers."""
+    ids, positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
+    tables = torch.zeros((tokens, 128), dtype=torch.int32, device=device)
+    return lambda: token_places(ids, positions, tables, BLOCK, 32, 99)
+
+
+def embedding(device: str, tokens: int) -> Call:
+    weight, ids = _normal(device, V, E), torch.arange(tokens, dtype=torch.int64, device=device)
+    return lambda: embed(ids, weight)
 
 
 def norm(device: str, tokens: int, centred: bool = False) -> Call:
@@ -218,7 +231,10 @@ CASES: dict[str, Case] = {
     "decode window, cap, sinks, ALiBi": Case("attention_decode", lambda d: decode(
         d, 64, 2048, window=1024, soft_cap=50.0, sinks=True, slopes=True), 64 * 1024 * _KEY * 2),
     "decode tree": Case("attention_decode", lambda d: decode(d, 8, 2048, tree=True)),
-    "decode latent": Case("attention_decode", lambda d: latent_decode(d, 16, 2048), 16 * 2048 * 576 * 2),
+    "decode latent": Case("latent_decode", lambda d: latent_decode(d, 16, 2048), 16 * 2048 * 576 * 2),
+    "decode latent, one of 2 k": Case("latent_decode", lambda d: latent_decode(d, 1, 2048), 2048 * 576 * 2),
+    "decode latent, one of 32 k": Case("latent_decode", lambda d: latent_decode(d, 1, 32768), 32768 * 576 * 2),
+    "decode latent, 64 of 2 k": Case("latent_decode", lambda d: latent_decode(d, 64, 2048), 64 * 2048 * 576 * 2),
     "prefill bf16": Case("attention_prefill", lambda d: prefill(d, 1, 8192)),
     "prefill bf16, heads of 256": Case("attention_prefill", lambda d: prefill(d, 1, 2048, dim=256)),
     "prefill bf16, heads of 64": Case("attention_prefill", lambda d: prefill(d, 1, 2048, dim=64)),
@@ -226,6 +242,8 @@ CASES: dict[str, Case] = {
     "prefill int8": Case("attention_prefill", lambda d: prefill(d, 1, 4096, torch.int8)),
     "prefill e4m3": Case("attention_prefill", lambda d: prefill(d, 1, 4096, FP8)),
     "prefill window, cap": Case("attention_prefill", lambda d: prefill(d, 1, 4096, window=1024, soft_cap=50.0)),
+    "places of 64 tokens": Case("inputs", lambda d: places(d, 64)),
+    "embedding, 512 tokens": Case("inputs", lambda d: embedding(d, 512), 512 * E * 6),
     "rms_norm": Case("norm", lambda d: norm(d, 512), 512 * E * 8),
     "layer_norm": Case("norm", lambda d: norm(d, 512, centred=True), 512 * E * 8),
     "rope, bf16 cache": Case("rope", lambda d: rope(d, 512), 512 * (H + 2 * G) * D * 4),

@@ -46,6 +46,12 @@ def has_ptx() -> bool:
     return target is not None and target.backend == "cuda"
 
 
+def is_arch(arch: int) -> bool:
+    """Whether kernels are compiled for this architecture of NVIDIA's, or interpreted."""
+    target = _target()
+    return INTERPRETED.value or (target is not None and target.backend == "cuda" and target.arch == arch)
+
+
 def _target() -> Any:
     """What kernels are compiled for; None where they are interpreted, or nothing is there to run them."""
     if INTERPRETED.value:
@@ -73,6 +79,14 @@ def wait_for_others(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def fetch(at):
+    """Lines of memory into the cache that multiprocessors share, by NVIDIA's instruction; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -71,15 +71,18 @@ def _peaks(logits, stride, peaks, ids, V: tl.constexpr, CUT: tl.constexpr, BLOCK
     store(ids + r * CUTS + cut, lowest)
 
 
-@triton.jit
-def _greedy(peaks, ids, tokens, CUTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("rows",))
+def _greedy(peaks, ids, found, rows, CUTS: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     peak = load_number(peaks + r * CUTS + c, mask=c < CUTS, other=float("-inf"))
     own = load_number(ids + r * CUTS + c, mask=c < CUTS, other=2147483647)
     top = tl.max(tl.where(peak == peak, peak, float("inf")), 0)
     token = tl.min(tl.where(peak == top, own, 2147483647), 0)
-    store(tokens + r, tl.where(tl.abs(top) < float("inf"), token, -1))
+    fit = tl.abs(top) < float("inf")
+    store(found + r, tl.where(fit, token, 0))
+    peak = tl.where(fit, top, float("nan")).to(tl.float64)
+    store(found + rows + r, peak.to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -240,13 +243,14 @@ def _draw(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's largest logit, the lowest of equals, or SICK: int32 [R]. Shapes: logits float32 [R, V]."""
+    """The id of each row's largest logit, the lowest of equals, and what it is: int64 [2, R], the second line the bits
+    of float64. A sick row has id 0, and a NaN. Shapes: logits float32 [R, V]."""
     rows = len(logits)
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    found = torch.empty((2, rows), dtype=torch.int64, device=logits.device)
     if rows:
         peaks, ids, cuts, block = _row_peaks(logits)
-        _greedy[rows,](peaks, ids, tokens, CUTS=cuts, BLOCK=block, num_warps=1, **EXACT)
-    return tokens
+        _greedy[rows,](peaks, ids, found, rows, CUTS=cuts, BLOCK=block, num_warps=1, **EXACT)
+    return found
 
 
 def draw(
