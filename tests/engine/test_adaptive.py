@@ -287,13 +287,20 @@ def test_the_batch_shrinks_when_promises_per_token_break_and_grows_when_there_is
 def test_memory_set_aside_follows_who_is_thrown_out() -> None:
     core, controller = controller_of()
     core.scheduler.reserve.scale(1.0)
+    core.scheduler.reserve.share = 0.7
     core.stats.num_scheduled_tokens, core.stats.num_recomputed_tokens = 1000, 100
     assert controller._aside(load_of()).value == pytest.approx(1.5)  # type: ignore[union-attr]
     core.stats.num_scheduled_tokens = 2000
-    waits = load_of(now_s=200.0, num_waiting=2)
-    assert controller._aside(waits).value == pytest.approx(0.7)  # type: ignore[union-attr]
-    core.stats.num_scheduled_tokens = 3000
     assert controller._aside(load_of(now_s=200.0)) is None, "nobody waits"
+    core.add(request([5] * 40, max_tokens=200))
+    core.step()
+    core.add(request([6] * 110, max_tokens=40))
+    core._take(core._intake.popleft())
+    core.stats.num_scheduled_tokens = 3000
+    assert controller._aside(load_of(now_s=200.0, num_waiting=1)).value == pytest.approx(0.7)  # type: ignore[union-attr]
+    core.scheduler.running[0].token_ids.extend([7] * 190)  # it is about to end, and needs no more
+    core.stats.num_scheduled_tokens = 4000
+    assert controller._aside(load_of(now_s=300.0, num_waiting=1)) is None, "there is memory"
 
 
 def test_short_prompts_do_not_wait_behind_a_long_one() -> None:

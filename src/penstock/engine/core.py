@@ -93,7 +93,7 @@ class EngineCore:
         now_s = self.clock.now()
         if self.recorder is not None:
             self.recorder.begin(now_s)
-        self._intake.extendleft(reversed(self._entry.unasked(self, now_s)))
+        self._intake.extendleft(reversed(self._entry.unasked(self.controller, self.store_news, self.grower, now_s)))
         while self._intake:
             self._take(self._intake.popleft())
         self._entry.settle()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from penstock.core.protocols import Executor
     from penstock.engine.commit import Commit
-    from penstock.engine.core import EngineCore
+    from penstock.engine.grower import Grower
+    from penstock.sched.controller import Controller
 
 CONTROL_KINDS = (
     "preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep", "weights",
@@ -141,15 +142,18 @@ class Entry:
         stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
         backing.apply(growth)
 
-    def unasked(self, core: EngineCore, now_s: float) -> list[MachineNews]:
+    def unasked(
+        self, controller: Controller | None, store_news: Callable[[float], list[StoreNews]] | None,
+        grower: Grower | None, now_s: float,
+    ) -> list[MachineNews]:  # fmt: skip
         """What nobody has sent and the next step takes in first; in a replay, where the log has it, nothing."""
         found: list[MachineNews] = []
-        if core.controller is not None:
-            found += core.controller.look(now_s)
-        if core.store_news is not None:
-            found += core.store_news(now_s)
-        if core.grower is not None:
-            found += core.grower.look(self._kv.backing, self._scheduler.wake_s is not None, now_s)
+        if controller is not None:
+            found += controller.look(now_s)
+        if store_news is not None:
+            found += store_news(now_s)
+        if grower is not None:
+            found += grower.look(self._kv.backing, self._scheduler.wake_s is not None, now_s)
         return found
 
     def news(self, news: StoreNews | Move, now_s: float) -> None:

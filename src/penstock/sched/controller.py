@@ -47,10 +47,12 @@ REST_S = {
 """How long a knob stays after a move."""
 EASE = 0.9
 """As long as a token takes no more of what is promised, the batch grows."""
-GAIN = 1.05
+GAIN = 1.15
 """Another size of steps must get so much more done."""
 RETRY_S, TRY_OVER = 60.0, 1.5
 """A size that was tried in vain is not tried again for so long; nor one that is predicted to be this much too slow."""
+QUIET_S = 30.0
+"""How long nobody has been thrown out before less memory is set aside."""
 DRAFT_STEPS = 32
 """Steps with drafts from which on their gain is believed."""
 
@@ -220,7 +222,7 @@ class Controller:
     # -- rules -------------------------------------------------------------------------------------------------------
 
     def _tokens(self, load: LoadView) -> Wish | None:
-        """Of the sizes of a step that keep its limit, the one that gets most tokens done in a second."""
+        """The size of a step that gets most tokens done in a second; one that takes too long counts for less."""
         limit = self._step_s(load)
         if limit is None:
             return None
@@ -229,22 +231,21 @@ class Controller:
         seats = min(self._scheduler.max_num_seqs, load.num_running + load.num_waiting)
         most = int(self._knobs.bounds["max_num_batched_tokens"].most)
         sizes = [1 << k for k in range(most.bit_length()) if seats < 1 << k < most] + [most]
-        rates = {size: self._rate(size, load.num_decodes, limit_s) for size in sizes}
+        rates = {size: self._worth(size, load.num_decodes, limit_s) for size in sizes}
         now = min(sizes, key=lambda size: abs(size - self._scheduler.max_num_batched_tokens))
         best = max(sizes, key=lambda size: (rates[size], -size))
-        if rates[best] <= 0:
-            return Wish(sizes[0], why)
-        if rates[now] > 0 and rates[best] < GAIN * rates[now]:
+        if rates[best] < GAIN * rates[now]:
             best = now
         if load.late > 0 and (untried := self._untried(sizes, best, limit_s, load)):
             return Wish(untried, f"steps of so many tokens have not been tried of late; {why}")
-        return Wish(best, f"{rates[best]:.3g} tokens a second; {why}")
+        return Wish(best, f"worth {rates[best]:.3g} tokens a second; {why}")
 
-    def _rate(self, size: int, num_decodes: int, limit_s: float) -> float:
-        """Tokens per second in steps of that size; 0: they take too long. Decodes count as prompts do: neither is to
-        be sped up at the other's cost, within what is promised."""
+    def _worth(self, size: int, num_decodes: int, limit_s: float) -> float:
+        """Tokens per second in steps of that size, less by the square of how much longer than the limit they take:
+        a promise is a mean, and not every step has a prompt. Decodes count as prompts do: neither is to be sped up at
+        the other's cost."""
         seconds, tokens = self._scheduler.pauses.costs.sized(size) or (self._predicted_s(size, num_decodes), size)
-        return tokens / seconds if 0 < seconds <= limit_s else 0.0
+        return tokens / seconds * min(1.0, limit_s / seconds) ** 2 if seconds > 0 else 0.0
 
     def _predicted_s(self, size: int, num_decodes: int) -> float:
         costs = self._scheduler.pauses.costs
@@ -317,9 +318,19 @@ class Controller:
         if again > 0.02 * computed:
             self._quiet_s = load.now_s
             return Wish(1.5 * scale, f"{again} of {computed} tokens were computed again for want of memory")
-        if load.num_waiting and load.num_running < self._scheduler.max_num_seqs and load.now_s > self._quiet_s + 30.0:
+        if self._lacks_memory() and load.now_s > self._quiet_s + QUIET_S:
             return Wish(0.7 * scale, f"{load.num_waiting} wait for memory, and nobody was thrown out for a while")
         return None
+
+    def _lacks_memory(self) -> bool:
+        """Whether the first in the queue waits for what is set aside. Nothing is asked that would change the cache."""
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        first = next((seq for seq in scheduler.waiting if not seq.held), None)
+        if first is None or len(scheduler.running) >= scheduler.max_num_seqs:
+            return False
+        pool = kv.stats().groups[kv.main_group or 0]
+        left = sum(max(0, s.request.max_tokens - s.num_generated) for s in scheduler.running)
+        return first.num_known + scheduler.reserve.share * left > (pool.total - pool.used) * scheduler.block_size
 
     def _drafts(self, load: LoadView) -> Wish | None:
         stats, limit = self._scheduler.stats, self._knobs.values()["num_speculative_tokens"]
