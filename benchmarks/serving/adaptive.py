@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from benchmarks.speculation.breakeven import STYLE
+from benchmarks.speculation.breakeven import STYLE, drawing
 from rich.console import Console
 from rich.progress import track
 
@@ -39,6 +39,7 @@ POLICIES = ("fcfs", "prefill-first", "splitfuse", "slo:ttft_s={ttft:g},tpot_s={t
 TOKENS, SEQS = (32, 128, 512), (8, 16)
 ADAPTIVE = "adaptive"
 WINDOW_S = 20.0
+FAINT = ".c4{stroke:#bbb;stroke-width:1;stroke-dasharray:none}"
 
 
 class Kind(NamedTuple):
@@ -150,14 +151,14 @@ def chart(found: dict[str, Any], title: str) -> Chart:
     for name, one in found.items():
         if name != ADAPTIVE:
             xs, ys = zip(*one["over"], strict=True)
-            drawn.lines.append(Line("settings that stay", xs, ys, 1))
+            drawn.lines.append(Line("settings that stay", xs, ys, 4))
     xs, ys = zip(*found[ADAPTIVE]["over"], strict=True)
-    drawn.lines.append(Line(ADAPTIVE, xs, ys, 0))
+    drawn.lines.append(Line(ADAPTIVE, xs, ys, 1))
     return drawn
 
 
 def page(charts: list[Chart]) -> str:
-    style = f"body{{font:15px sans-serif;max-width:60em;margin:2em auto}}svg{{width:100%}}{STYLE}"
+    style = f"body{{font:15px sans-serif;max-width:60em;margin:2em auto}}svg{{width:100%}}{STYLE}{FAINT}"
     parts = ["<!doctype html><meta charset=utf-8><title>Adaptive mode</title>", f"<style>{style}</style>"]
     parts += [f"<h2>{one.title}</h2><p>{one.note}</p>{one.svg()}" for one in charts]
     return "\n".join(parts)
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--engine-phase", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--image", type=Path, help="the last chart as a file")
     args = parser.parse_args()
     console, slo, steps = Console(), Slo(args.ttft, args.tpot), load(args.table)
     given = variants(slo)
@@ -209,6 +211,8 @@ def main() -> None:
         args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     if args.page is not None:
         args.page.write_text(page(charts), "utf-8")
+    if args.image is not None:
+        args.image.write_text(drawing(charts[-1]).replace("</style>", FAINT + "</style>"), "utf-8")
 
 
 if __name__ == "__main__":
