@@ -35,7 +35,8 @@ from penstock.sim.result import SimResult
 from penstock.sim.workload import TimedRequest, Workload
 
 PHASES = ("chat", "documents", "chat again")
-POLICIES = ("fcfs", "prefill-first", "splitfuse", "slo:ttft_s={ttft:g},tpot_s={tpot:g}")
+SLO = "slo:ttft_s={ttft:g},tpot_s={tpot:g}"
+POLICIES = ("fcfs", "prefill-first", "splitfuse", SLO, f"{SLO},whole=1")
 TOKENS, SEQS = (32, 128, 512), (8, 16)
 ADAPTIVE = "adaptive"
 WINDOW_S = 20.0
@@ -105,7 +106,8 @@ def variants(slo: Slo) -> dict[str, dict[str, Any]]:
     }
     for policy, tokens, seqs in itertools.product(POLICIES, TOKENS, SEQS):
         name = policy.format(ttft=slo.ttft_s, tpot=slo.tpot_s)
-        label = f"{policy.partition(':')[0]}, {tokens} tokens, {seqs} at once"
+        kind = policy.partition(":")[0] + (" in whole pieces" if policy.endswith("whole=1") else "")
+        label = f"{kind}, {tokens} tokens, {seqs} at once"
         found[label] = {"scheduling_policy": name, "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
     return found
 

@@ -42,7 +42,8 @@ class Restless:
             return []
         name = self.rng.choice(self.core.knobs.names)
         if name == "scheduling_policy":
-            return [Move(name=name, value=self.rng.choice(["fcfs", "slo:ttft_s=0.01,tpot_s=0"]), why="drawn")]
+            orders = ["fcfs", "slo:ttft_s=0.01,tpot_s=0.01,whole=1"]
+            return [Move(name=name, value=self.rng.choice(orders), why="drawn")]
         least, most = self.core.knobs.bounds[name]
         value: float = self.rng.uniform(least, most)
         return [Move(name=name, value=value if name == "schedule_conservativeness" else round(value), why="drawn")]
@@ -173,7 +174,8 @@ def test_a_knob_that_has_moved_rests(turned: tuple[EngineCore, SimResult]) -> No
 
 def test_it_finds_the_size_of_a_tile(turned: tuple[EngineCore, SimResult]) -> None:
     sizes = [move.value for _, move in turned[0].moves if move.name == "max_num_batched_tokens"]
-    assert sizes.count(32) >= len(sizes) / 3, "steps of 32 tokens keep the pace and get most done"
+    assert {32, 64} & set(sizes), "whole tiles that about keep the pace"
+    assert max(sizes) <= 256, "longer than anybody is to wait"
 
 
 def test_it_serves_better_than_what_it_began_with(turned: tuple[EngineCore, SimResult]) -> None:
@@ -185,8 +187,9 @@ def test_it_serves_better_than_what_it_began_with(turned: tuple[EngineCore, SimR
 
 
 def test_deadlines_go_when_nobody_is_late_any_more() -> None:
-    load = phases((15.0, 1.0, 600, 20), (60.0, 0.3, 30, 10))
-    core, _ = served(load, adaptive=True, adaptive_slo="ttft=1,tpot=0.2", adaptive_knobs="scheduling_policy")
+    load = phases((15.0, 1.0, 600, 20), (150.0, 0.5, 30, 10))
+    core, _ = served(load, adaptive=True, adaptive_slo="ttft=1,tpot=0.2", adaptive_knobs="scheduling_policy",
+                     max_num_batched_tokens=64)  # fmt: skip
     orders = [move.value for _, move in core.moves]
     assert orders[0].startswith("slo:ttft_s=1")
     assert orders[-1] == "fcfs"

@@ -12,8 +12,10 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
+from penstock.core.step_shape import StepShape
 from penstock.sched.costs import LearntCosts, step_s
 from penstock.sched.policy import make_policy
+from penstock.sched.policy.slo import WITHOUT
 from tests.engine.policy_sim import LinearTimer, Played, ask, play, poisson, quantile
 
 CPU = LinearTimer(0.02, 0.0005)
@@ -161,3 +163,52 @@ def test_p99_of_first_tokens_is_told_beside_the_share() -> None:
     times = {policy: quantile(play(policy, load, **MACHINE).ttft_s(load), 0.99) for policy in ("fcfs", "slo")}
     print(times)
     assert times["slo"] < 5 * times["fcfs"]
+
+
+class TileTimer(LinearTimer):
+    """Steps of more than 8 tokens cost as much as the next multiple of 32."""
+
+    def step_s(self, shape: StepShape) -> float:
+        tokens = shape.num_tokens
+        return 0.02 + 0.005 * tokens if tokens <= 8 else 0.02 + 0.1 * -(-tokens // 32)
+
+
+TILES = {"timer": TileTimer(), "num_blocks": 2000, "max_num_seqs": 32, "budget": 32}
+
+
+def test_whole_pieces_keep_the_pace_and_get_prompts_done_sooner() -> None:
+    """A step with a tile takes 0.12 s, and 0.1 s are promised: a tile now and then is worth more than parts of it."""
+    rng = random.Random(3)
+    streams = [ask(rng, 0.0, 8, 400) for _ in range(4)]
+    long = [msgspec.structs.replace(ask(rng, 1.0, 600, 2), slo_ttft_s=60.0) for _ in range(12)]
+    load = [msgspec.structs.replace(r, slo_tpot_s=0.1) for r in (*streams, *long)]
+    worst, first = {}, {}
+    for policy in ("slo", "slo:whole=1"):
+        played = play(policy, load, **TILES)
+        worst[policy] = max(tpot_s(played, r) for r in streams)
+        first[policy] = sum(played.ttft_s(long)) / len(long)
+    print(worst, first)
+    assert worst["slo:whole=1"] <= 0.1 < worst["slo"]
+    assert first["slo:whole=1"] < 0.8 * first["slo"]
+
+
+def test_whole_pieces_are_given_in_the_end_even_if_there_is_never_time() -> None:
+    rng = random.Random(4)
+    streams = [msgspec.structs.replace(ask(rng, 0.0, 8, 400), slo_tpot_s=0.0401) for _ in range(4)]
+    late = msgspec.structs.replace(ask(rng, 1.0, 280, 2), slo_ttft_s=60.0)
+    played = play("slo:whole=1", [*streams, late], **TILES)
+    pieces = -(-280 // 28)
+    assert played.first_s[late.request_id] - 1.0 <= pieces * (0.12 + (WITHOUT + 1) * 0.05)
+
+
+def test_whole_pieces_go_on_where_nobody_else_can() -> None:
+    """Little memory, two steps in flight: somebody always makes progress, or the engine would say that nobody can."""
+    rng = random.Random(5)
+    load = [
+        msgspec.structs.replace(ask(rng, 0.05 * n, rng.randrange(8, 200), rng.randrange(2, 60)), slo_tpot_s=0.06)
+        for n in range(40)
+    ]
+    for depth in (1, 2):
+        played = play("slo:whole=1", load, **{**TILES, "num_blocks": 20, "depth": depth})
+        assert len(played.end_s) == len(load)
+        assert played.num_preemptions > 0, "memory was never short"

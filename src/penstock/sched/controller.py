@@ -52,7 +52,9 @@ GAIN = 1.15
 RETRY_S, TRY_OVER = 60.0, 1.5
 """A size that was tried in vain is not tried again for so long; nor one that is predicted to be this much too slow."""
 QUIET_S = 30.0
-"""How long nobody has been thrown out before less memory is set aside."""
+"""How long nobody has been thrown out before less memory is set aside, or late before deadlines go."""
+TENSE, CALM = 0.8, 0.6
+"""Of the promise per token: above the one prompts are held up for those who decode, below the other no longer."""
 DRAFT_STEPS = 32
 """Steps with drafts from which on their gain is believed."""
 
@@ -107,7 +109,7 @@ class Controller:
             "num_speculative_tokens": self._drafts,
         }
         self._rules = {name: rules[name] for name in knobs.names if name in movable}
-        self._deadlines = f"slo:ttft_s={promise.ttft_s:g},tpot_s=0"
+        self._deadlines = f"slo:ttft_s={promise.ttft_s:g},tpot_s={promise.tpot_s:g},whole=1"
         self._order = knobs.values()["scheduling_policy"]
         self._free_s = dict.fromkeys(self._rules, float("-inf"))
         self._next_s = self._looked_s = float("-inf")
@@ -195,6 +197,8 @@ class Controller:
         longer a step with one may be, or must be shorter."""
         if load.pace_s > 0:
             self._pace_s += (SOME if self._pace_s else 1.0) * (load.pace_s - self._pace_s)
+        elif not load.num_decodes:
+            self._pace_s *= 1.0 - SOME
         if load.pace_s <= 0 or not load.backlog:
             return
         attained = self._pace_s / load.tpot_s
@@ -218,6 +222,10 @@ class Controller:
         limit_s = max(self._trim * load.tpot_s, decode_s)
         why = f"{load.num_decodes} decode, {load.tpot_s:.3g} s a token promised, {load.pace_s:.3g} s attained"
         return limit_s, f"{why}; {sum(n for _, n in load.backlog)} prompt tokens wait"
+
+    @property
+    def _by_deadlines(self) -> bool:
+        return bool(self._knobs.values()["scheduling_policy"] == self._deadlines)
 
     # -- rules -------------------------------------------------------------------------------------------------------
 
@@ -273,6 +281,8 @@ class Controller:
         """By what a token has taken of late, with what prompts and drafts were in the steps."""
         now, pace_s = self._scheduler.max_num_seqs, self._pace_s
         most = int(self._knobs.bounds["max_num_seqs"].most)
+        if self._by_deadlines:
+            return Wish(most, "deadlines say who enters, so that those who decode keep their pace")
         one_s = self._scheduler.pauses.costs.decode_s(1)
         if one_s <= 0 or not load.num_decodes or pace_s <= 0:
             return None
@@ -288,18 +298,21 @@ class Controller:
         return None
 
     def _policy(self, load: LoadView) -> Wish | None:
-        if load.late > 0:
+        if load.late > 0 or self._pace_s > CALM * load.tpot_s:
             self._calm_s = None
         elif self._calm_s is None:
             self._calm_s = load.now_s
         if load.late > LATE_SHARE:
             return Wish(self._deadlines, f"{load.late:.0%} of {len(load.backlog)} prompts will be late as they come")
-        if self._calm_s is not None and load.now_s >= self._calm_s + REST_S["scheduling_policy"]:
-            return Wish(self._order, "no prompt has been late for a while: as they come")
+        if load.backlog and self._pace_s > TENSE * load.tpot_s:
+            said = f"{self._pace_s:.3g} s a token of late, {load.tpot_s:.3g} s promised"
+            return Wish(self._deadlines, f"{said}: prompts are to wait for those who decode")
+        if self._calm_s is not None and load.now_s >= self._calm_s + QUIET_S:
+            return Wish(self._order, "no prompt has been late, and no token, for a while: as they come")
         return None
 
     def _chunk(self, load: LoadView) -> Wish | None:
-        if self._knobs.values()["scheduling_policy"] != self._order:
+        if self._by_deadlines:
             return Wish(0, "deadlines say who goes first")
         budget = self._scheduler.max_num_batched_tokens
         lags = [tokens for _, tokens in load.backlog]

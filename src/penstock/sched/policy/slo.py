@@ -25,6 +25,9 @@ from penstock.core.sequence import Sequence, Status
 from penstock.sched.costs import LearntCosts
 from penstock.sched.policy.fcfs import Fcfs
 
+WITHOUT = 8
+"""Steps in a row in which prompts may have too little time (`SloAware.whole`)."""
+
 
 class LastStep:
     """What a step was given, as it shows when the next one begins."""
@@ -64,13 +67,15 @@ class SloAware(Fcfs):
     class_s: what a level of priority puts a deadline back.
     min_chunk: prompt tokens per step at least, so that no crowd of streams can stop prefills.
     window: waiting requests, first due first, that are looked at in a step.
+    whole: 1: prompts get all that is left of a step's tokens as soon as there is time for so many, and one until then,
+        for at most WITHOUT steps in a row: kernels work in tiles, and a part of one takes as long.
     """
 
     name = "slo"
 
     def __init__(
         self, ttft_s: float = 1.0, tpot_s: float = 0.1, patience_s: float = 30.0, turns: int = 4, class_s: float = 60.0,
-        min_chunk: int = 16, window: int = 256,
+        min_chunk: int = 16, window: int = 256, whole: int = 0,
     ) -> None:  # fmt: skip
         if not min(ttft_s, tpot_s, patience_s) >= 0:
             raise ConfigError("ttft_s, tpot_s and patience_s of slo must not be negative", field="ttft_s")
@@ -79,7 +84,7 @@ class SloAware(Fcfs):
                               field="class_s")  # fmt: skip
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
         self.patience_s, self.turns, self.class_s = patience_s, turns, class_s
-        self.min_chunk, self.window = min_chunk, window
+        self.min_chunk, self.window, self.whole = min_chunk, window, whole
         self.costs = LearntCosts()
         self._now_s = 0.0
         self._last: LastStep | None = None
@@ -90,6 +95,9 @@ class SloAware(Fcfs):
         self._overdue: Sequence | None = None
         self._room = self._budget = 0
         """Prompt tokens that this step may be given; what was left of its budget when the first were."""
+        self._spare_s = float("inf")
+        self._without = 0
+        """Seconds that prompts may take in this step; steps in a row in which they had no time."""
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -97,6 +105,8 @@ class SloAware(Fcfs):
         last, self._last = self._last, None
         if last is not None and now_s > last.began_s and not last.ended:
             num_prefill = last.num_prefill
+            if self.whole and num_prefill == 1:
+                num_prefill = 0
             if num_prefill or last.decoded:
                 self.costs.observe(len(last.decodes), num_prefill, now_s - last.began_s)
         self._now_s = now_s
@@ -179,7 +189,8 @@ class SloAware(Fcfs):
             if step_s <= promised:
                 due_s = first_s + promised * (seq.num_generated - num + 1)
                 hand_s = min(hand_s, due_s - self._now_s)
-        if hand_s == float("inf") or token_s <= 0:
+        self._spare_s = hand_s - step_s
+        if hand_s == float("inf") or token_s <= 0 or self.whole:
             return 1 << 30
         return max(self.min_chunk, int((hand_s - step_s) / token_s))
 
@@ -193,6 +204,10 @@ class SloAware(Fcfs):
             return min(1, budget_left)
         if self._budget < 0:
             self._budget = budget_left
+            if self.whole:
+                late = self.costs.prefill_token_s * budget_left > self._spare_s
+                self._without = self._without + 1 if late and self._without < WITHOUT else 0
+                self._room = 1 if self._without else budget_left  # one: somebody may have to go on
         room = self._room - (self._budget - budget_left)
         if self._last is not None:
             self._last.starts[seq.seq_id] = (seq, seq.num_computed + seq.num_inflight)
