@@ -6,10 +6,8 @@ and on a slower one it is as many times longer as a loop of Python is.
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +19,7 @@ from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
 from penstock.server.observation.loop_watch import HOLD_S, LoopWatch
 from tests.api.conftest import bundled
-from tests.api.watch import CHAT, COMPLETIONS, on_loop
+from tests.api.watch import CHAT, COMPLETIONS, on_loop, slowness
 from tests.unit.server.test_parsing_templates import HERMES
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -59,18 +57,6 @@ def watch(big: LiveServer) -> Iterator[LoopWatch]:
     on_loop(big, found.start)
     yield found
     on_loop(big, found.stop)
-
-
-@functools.cache
-def slowness() -> float:
-    """Of this machine, by a loop of Python that takes 20 ms where HOLD_S was set."""
-    taken = []
-    for _ in range(5):
-        started = time.process_time()
-        for i in range(1_000_000):
-            i & 3
-        taken.append(time.process_time() - started)
-    return min(taken) / 0.02
 
 
 def held(watch: LoopWatch, ask: Callable[[], httpx.Response]) -> httpx.Response:
