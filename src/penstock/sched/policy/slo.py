@@ -129,9 +129,10 @@ class SloAware(Fcfs):
         for seq in running:
             (decodes if seq.is_decoding else prefills).append(seq)
         self._count_turns()
-        self._room, self._budget = self._prefill_room(decodes), -1
+        live = [seq for seq in decodes if not seq.held]  # who waits for a sibling or a tool has no pace to keep
+        self._room, self._budget = self._prefill_room(live), -1
         self._last = LastStep(self._now_s, decodes) if decodes or prefills or waiting else None
-        enter = [] if decodes and not self._bears_one_more(decodes) else waiting[: self.window]
+        enter = [] if live and not self._bears_one_more(live) else waiting[: self.window]
         self._offered = [seq for seq in enter if not seq.held]
         line = self._line(sorted([*prefills, *self._offered], key=self.key))
         return [*decodes, *line, *(waiting[self.window :] if enter else ())]
