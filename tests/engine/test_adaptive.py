@@ -255,6 +255,14 @@ def test_it_looks_twice_a_second_and_not_at_every_step() -> None:
     assert seen[1] - seen[0] >= PERIOD_S
 
 
+def test_pieces_are_never_larger_than_those_that_memory_was_planned_for() -> None:
+    spec, weights = tiny("llama_gqa")
+    assert "long_prefill_token_threshold" in real_engine(spec, weights, Knobs()).knobs.names
+    assert "long_prefill_token_threshold" not in real_engine(spec, weights, Knobs(threshold=3)).knobs.names
+    whole = real_engine(spec, weights, Knobs(chunked=False, budget=256)).knobs.names
+    assert set(whole) == {"scheduling_policy", "max_num_seqs", "schedule_conservativeness"}
+
+
 # -- rules, one by one -----------------------------------------------------------------------------------------------
 
 

@@ -195,7 +195,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A knob gets another value, as adaptive mode does it."""
         name = data.draw(st.sampled_from(self.core.knobs.names))
         if name == "scheduling_policy":
-            orders = ["fcfs", "slo:ttft_s=1,tpot_s=0", "prefill-first", "fastserve"]
+            orders = ["fcfs", "slo:ttft_s=0.01,tpot_s=0.01,whole=1", "prefill-first", "fastserve"]
             value: Any = data.draw(st.sampled_from(orders))
         else:
             least, most = self.core.knobs.bounds[name]

@@ -37,11 +37,13 @@ class Knobs:
         self.frozen = False
         block, tokens, seqs = scheduler.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         self.bounds = {
-            "max_num_batched_tokens": Bounds(min(block, tokens), tokens),
-            "long_prefill_token_threshold": Bounds(0, tokens),
             "max_num_seqs": Bounds(1, seqs),
             "schedule_conservativeness": Bounds(0.25, 2.0),
         }
+        if scheduler.chunked_prefill:  # else a step must hold the longest prompt
+            self.bounds["max_num_batched_tokens"] = Bounds(min(block, tokens), tokens)
+            if scheduler.long_prefill_token_threshold == 0:  # else windows have memory for pieces of that size alone
+                self.bounds["long_prefill_token_threshold"] = Bounds(0, tokens)
         if scheduler.clockwork is not None:
             self.bounds["decode_step_ms"] = Bounds(10.0, 1000 * scheduler.prefill_step_s)
         self._drafts: DraftLimit | None = None
