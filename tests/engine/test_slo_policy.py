@@ -212,3 +212,16 @@ def test_whole_pieces_go_on_where_nobody_else_can() -> None:
         played = play("slo:whole=1", load, **{**TILES, "num_blocks": 20, "depth": depth})
         assert len(played.end_s) == len(load)
         assert played.num_preemptions > 0, "memory was never short"
+
+
+def test_who_is_held_keeps_nobody_out() -> None:
+    """A sample that waits for a tool has no pace to keep: it would be the reason for ever that nobody enters."""
+    policy = make_policy("slo:tpot_s=0.1")
+    policy.costs.decode[:] = [0.05, 0.2]  # type: ignore[attr-defined]
+    rng = random.Random(7)
+    decodes, waits = (Sequence(n, ask(rng, 0.0, 20, 4), n) for n in (1, 2))
+    decodes.num_computed = 19
+    policy.begin_step(1.0, None)
+    assert waits not in policy.order([decodes], [waits])
+    decodes.held = True
+    assert waits in policy.order([decodes], [waits])
