@@ -1,7 +1,7 @@
 """Nothing on the server's event loop takes longer than 50 ms, whatever is sent within the default limits.
 
 Measured by the watch that every server has, in CPU time of the loop's thread: how busy the machine is plays no part,
-and on a slower one it is as many times longer as a loop of Python is.
+and where a loop of Python takes longer at that moment, so may this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
 from penstock.server.observation.loop_watch import HOLD_S, LoopWatch
 from tests.api.conftest import bundled
-from tests.api.watch import CHAT, COMPLETIONS, on_loop, slowness
+from tests.api.watch import CHAT, COMPLETIONS, on_loop
+from tests.speed import slowness
 from tests.unit.server.test_parsing_templates import HERMES
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -61,13 +62,12 @@ def watch(big: LiveServer) -> Iterator[LoopWatch]:
 
 def held(watch: LoopWatch, ask: Callable[[], httpx.Response]) -> httpx.Response:
     """The answer. On a busy machine CPU time has its outliers; what really takes long does so every time."""
-    most_s = HOLD_S * max(1.0, slowness())
     for _ in range(3):
         watch.reset()
         answer = ask()
-        if watch.longest_s < most_s:
+        if watch.longest_s < HOLD_S or watch.longest_s < HOLD_S * (now := slowness()):
             return answer
-    raise AssertionError(f"{watch.longest_s * 1000:.0f} ms at {watch.places}")
+    raise AssertionError(f"{watch.longest_s * 1000:.0f} ms, {now:.1f} times slow, at {watch.places}")
 
 
 def listed(item: bytes, number: int, head: bytes = b'{"zz":[', end: bytes = b"]}") -> bytes:

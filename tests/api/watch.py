@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,15 +73,3 @@ def scrape(url: str, **headers: str) -> dict[str, float]:
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What has changed."""
     return {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name, 0.0)}
-
-
-@functools.cache
-def slowness() -> float:
-    """Of this machine, by a loop of Python that takes 20 ms where the bounds of tests were set."""
-    taken = []
-    for _ in range(5):
-        started = time.process_time()
-        for i in range(1_000_000):
-            i & 3
-        taken.append(time.process_time() - started)
-    return min(taken) / 0.02

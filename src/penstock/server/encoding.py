@@ -223,10 +223,12 @@ def size_of(value: Any) -> int:
         nodes += 1
         if isinstance(item, str):
             size += len(item)
-        elif isinstance(item, Mapping):
-            size += sum(len(key) for key in item if isinstance(key, str))
+        elif isinstance(item, (dict, Mapping)):  # the first alone is quick
+            for key in item:
+                if isinstance(key, str):
+                    size += len(key)
             todo += item.values()
-        elif isinstance(item, Iterable) and not isinstance(item, bytes):
+        elif isinstance(item, (list, Iterable)) and not isinstance(item, bytes):
             todo += item
         if nodes > MAX_NODES or len(todo) > MAX_NODES:
             return max(size + nodes, INLINE_CHARS + 1)

@@ -23,8 +23,11 @@ def chat_messages(body: CountRequest) -> tuple[list[Message], bool]:
     if body.system:
         out.append({"role": "system", "content": _text(body.system, "system")})
     for i, message in enumerate(body.messages):
-        where = f"messages[{i}]"
         role, content = message.get("role"), message.get("content")
+        if isinstance(content, str) and role in ("user", "assistant", "system"):
+            out.append({"role": role, "content": content})
+            continue
+        where = f"messages[{i}]"
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -48,10 +51,10 @@ def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
     out: list[Message] = []
     texts: list[Mapping[str, Any]] = []
     for j, block in enumerate(blocks):
-        at = f"{where}[{j}]"
         if block.get("type") != "tool_result":
-            texts.append({"type": "text", "text": _block_text(block, at)})
+            texts.append({"type": "text", "text": _block_text(block, where, j)})
             continue
+        at = f"{where}[{j}]"
         if texts:
             out.append({"role": "user", "content": _joined(texts)})
             texts = []
@@ -86,7 +89,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
                 }
                 calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
             case _:
-                texts.append({"type": "text", "text": _block_text(block, at)})
+                texts.append({"type": "text", "text": _block_text(block, where, j)})
     out: Message = {"role": "assistant", "content": _joined(texts) if texts or not calls else None}
     if thoughts:
         out["reasoning_content"] = "\n".join(thoughts)
@@ -107,14 +110,18 @@ def _text(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise InputError(f"{where} must be a string or a list of text blocks", param=where)
-    return "\n".join(_block_text(block, f"{where}[{j}]") for j, block in enumerate(content))
+    return "\n".join(_block_text(block, where, j) for j, block in enumerate(content))
 
 
-def _block_text(block: Any, where: str) -> str:
+def _block_text(block: Any, where: str, j: int) -> str:
+    """Of block `j` of `where`; there may be tens of thousands."""
     kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text" and isinstance(text := block.get("text"), str):
+        return text
+    at = f"{where}[{j}]"
     if kind != "text":
-        raise InputError(f"{where}.type is {str(kind)[:40]!r}; {_ONLY_TEXT}", param=f"{where}.type")
-    return string_in(block, "text", where, empty=True)
+        raise InputError(f"{at}.type is {str(kind)[:40]!r}; {_ONLY_TEXT}", param=f"{at}.type")
+    return string_in(block, "text", at, empty=True)
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -238,30 +238,25 @@ def misplaced(value: Any, path: str) -> Iterator[str | None]:
 
     None, every now and then: this may be interrupted.
     """
-    levels: list[Iterator[tuple[str, Any]]] = [iter([(path, value)])]
+    levels: list[Iterator[tuple[str | int, Any]]] = [iter([(path.rpartition(".")[2], value)])]
+    above: list[str | int] = []
     visited = 0
     while levels:
-        for at, item in levels[-1]:
+        for name, item in levels[-1]:
             visited += 1
             if visited % PAUSE == 0:
                 yield None
-            if at.rpartition(".")[2] in _NAMES and item not in (None, "", [], {}, False):
-                yield at
+            if name in _NAMES and item not in (None, "", [], {}, False):
+                inner = [*above, name][1:]
+                yield path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
             elif isinstance(item, dict | list):
-                levels.append(_parts(at, item))
+                above.append(name)
+                levels.append(iter(item.items()) if isinstance(item, dict) else enumerate(item))
                 break
         else:
             levels.pop()
-
-
-def _parts(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
-    """What an object or a list holds, with its path; texts and numbers of a list have none, since nobody names them."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield f"{path}.{name}", inner
-    else:
-        for n, inner in enumerate(value):
-            yield f"{path}[{n}]" if isinstance(inner, dict | list) else "", inner
+            if above:
+                above.pop()
 
 
 def string_in(item: Mapping[str, Any], name: str, where: str, *, empty: bool = False) -> str:
