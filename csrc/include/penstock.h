@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 17
+#define PST_ABI 18
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -215,6 +215,7 @@ typedef struct pst_register {
  * PST_ADAPT_CODES  the same of adapters with codes: in1 = in0 W^T + bias, W being the codes of p2? pst_matrix (one scale per group,
  *                F32, F16 or BF16; of a pair both halves) with the adapter's scales; or in1 + in0 D^T. p0, n0, n1 as in PST_ADAPT,
  *                p1 pst_adapter_codes [..]
+ * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
  *                and zeros
@@ -321,7 +322,7 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33, PST_REHEARSE,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_ADAPT = 60,
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_GATHER, PST_ADAPT = 60,
     PST_ATTEND_TEXT
 };
 
@@ -388,6 +389,30 @@ typedef struct pst_adapter_codes {
     const pst_matrix *delta; /* [N, K] that is added: PST_M_BLOCK of U8, U4 or U2 with F16 or F32 scales of 32, 64, 128 or all inputs,
                                 rows A_F32, no pair, no order, no bias */
 } pst_adapter_codes;
+
+/* ---- ranks ------------------------------------------------------------------------------------------------------ */
+
+#define PST_MAX_RANKS 64
+#define PST_LINES_BYTES 4096
+
+/* What a rank says of itself in memory that all share. */
+typedef struct pst_rank_line {
+    uint32_t arrived, sleepers; /* gathers that it has given its part of; threads that wait for more */
+    uint64_t gathers, bytes;    /* since the memory was made: gathers, and bytes that it has given, to each of the others */
+    uint64_t unused[5];
+} pst_rank_line;
+
+/* Memory of one group of ranks, zero at first: PST_LINES_BYTES with a pst_rank_line each, then two slots of each rank. Every
+ * rank does the same gathers, in the same order. Who waits spins for spin_us, and then sleeps. */
+typedef struct pst_exchange {
+    void *memory;
+    int32_t rank, size;
+    int64_t slot_bytes;
+    int32_t spin_us, unused;
+} pst_exchange;
+
+/* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
+PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);
 
 typedef struct pst_op {
     int32_t kind;

@@ -25,6 +25,7 @@ from penstock.launch.selection import keeping_of
 from penstock.plan.drafts import NamedSpec, plan_drafts
 from penstock.plan.hidden import keeps_hidden
 from penstock.plan.keeping import groups_of
+from penstock.plan.ranks import ranked_groups
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward, FakeParts
@@ -83,6 +84,7 @@ class Knobs:
     adapters_held: int = 0
     adapter_pool: bool = False  # they lie in blocks of KV
     merge: float | None = None
+    ranks: int = 1
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -95,6 +97,9 @@ def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) 
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
     )
+    if k.ranks > 1:
+        assert not draft_models, "ranks share out the groups of one model"
+        groups, _ = ranked_groups(config_for(k), spec, groups)
     kinds = {"paged": k.num_blocks, "window": k.window_blocks or k.num_blocks, "slot": k.num_slots}
     num_slabs = tuple(kinds[g.spec.kind] for g in groups)
     return Plan(
@@ -156,6 +161,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         max_cpu_loras=k.adapters_held or k.adapters or 1,
         lora_memory=None if k.adapter_pool else 1.0,
         lora_merge_threshold=k.merge,
+        tensor_parallel_size=k.ranks,
     )
 
 

@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.graphs import parse_sizes
 from penstock.config.kv_events import parse_kv_events
 from penstock.config.lora import LoraConfig, check_lora
+from penstock.config.offload import offload_of
 from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
@@ -344,9 +345,17 @@ class ExecutionConfig(Section):
     )
     threads: int | None = setting(
         None,
-        "Threads that compute, with native kernels; by default one for each core this process may use.",
+        "Threads that compute, with native kernels; by default one for each core this process may use, shared out "
+        "among ranks.",
         minimum=1,
         maximum=1024,
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "Ranks that share one model out, each a process with part of every layer's weights, heads and KV cache. The "
+        "tokens are those of one rank. threads are each rank's.",
+        minimum=1,
+        maximum=64,
     )
     packed_weights: str = setting(
         "auto",
@@ -489,6 +498,8 @@ class EngineConfig:
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
             )
+        if self.execution.tensor_parallel_size > 1:
+            self._check_ranks()
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:
@@ -496,6 +507,24 @@ class EngineConfig:
                 "expert_memory_bytes: experts come one by one as routers choose them, and with weight_memory_bytes or "
                 "packed_weights streamed whole layers do; give only one of them",
                 field="expert_memory_bytes",
+            )
+
+    def _check_ranks(self) -> None:
+        """What one rank does beside its steps, by a clock of its own, others would not do in the same step."""
+        run, cache = self.execution, self.cache
+        given = {
+            "depth": run.depth > 1, "weight_memory_bytes": run.weight_memory_bytes is not None,
+            "memory_bytes": run.memory_bytes is not None, "expert_memory_bytes": run.expert_memory_bytes is not None,
+            "packed_weights": run.packed_weights not in ("auto", "copied"),
+            "kv_offload": offload_of(cache.kv_offload) is not None,
+            "kv_allocator": cache.kv_allocator != "paged", "enable_lora": self.lora.enable_lora,
+            "device": run.device not in ("auto", "cpu"),
+        }  # fmt: skip
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ConfigError(
+                f"{name}: it does not go together with tensor_parallel_size {run.tensor_parallel_size} yet; leave one "
+                "of both away",
+                field=name,
             )
 
     def _check_one_budget(self) -> None:

@@ -136,9 +136,9 @@ _add("use penstock --log-level debug COMMAND, or --stats with run", "verbose/-v"
 _add("ask for it in a request: response_format or structured_outputs", "json_schema grammar grammar_file")
 
 # --- not in this version
-_add("running one model on several devices isn't in this version; use 1", "tensor_parallel_size/-tp/--tp tp_size "
-     "pipeline_parallel_size/-pp pp_size ep_size num_shard nnodes prefill_context_parallel_size "
-     "decode_context_parallel_size", 1)  # fmt: skip
+_add("use tensor_parallel_size", "tp/-tp tp_size num_shard")
+_add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size ep_size "
+     "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
 _add(
     "running one model on several devices isn't in this version; leave it away",
     "distributed_executor_backend node_rank master_addr master_port all2all_backend moe_backend dist_init_addr "

@@ -62,8 +62,9 @@ class MultiprocExecutor(Executor):
 
     def __init__(
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
-        box: BlackBox | None = None, command: Sequence[str] = COMMAND,
+        box: BlackBox | None = None, command: Sequence[str] = COMMAND, inherits: Sequence[int] = (),
     ) -> None:  # fmt: skip
+        """`inherits`: further descriptors that the rank's process has, under the same numbers."""
         assert depth >= 1, f"depth {depth}"
         if spec.model is None:
             raise ConfigError(
@@ -77,7 +78,7 @@ class MultiprocExecutor(Executor):
         self._splitter = wire.Splitter()
         self._frames: deque[bytes] = deque()
         self._decode: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
-        self._process, self._sock, aside = _spawn(command, box)
+        self._process, self._sock, aside = _spawn(command, box, inherits)
         self._grammars = _Grammars(aside)
         self._end = weakref.finalize(self, _end, self._process, self._sock, aside)
         try:
@@ -114,6 +115,21 @@ class MultiprocExecutor(Executor):
             raise wire.error_of(message)
         assert isinstance(message, Result), f"a rank answers a step with {message}"
         return message.output
+
+    def fileno(self) -> int:
+        """Of the socket that answers come through."""
+        return self._sock.fileno()
+
+    @property
+    def has_answer(self) -> bool:
+        return bool(self._frames)
+
+    def hear(self) -> bool:
+        """Read what has come, which may mean to wait for it; whether an answer is there to be collected. Raises what
+        broke the rank."""
+        if not self._frames:
+            self._read()
+        return bool(self._frames)
 
     def back(self, num_slabs: Sequence[int]) -> None:
         self._send(Back(list(num_slabs)))
@@ -248,7 +264,7 @@ class _Grammars:
 
 
 def _spawn(
-    command: Sequence[str], box: BlackBox | None
+    command: Sequence[str], box: BlackBox | None, inherits: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
     """The child's ends of the sockets, and the box, are inherited by it alone. Raises EngineError."""
     (ours, theirs), (aside, their_aside) = socket.socketpair(), socket.socketpair()
@@ -259,7 +275,7 @@ def _spawn(
     with_thread = threading.current_thread() is threading.main_thread()
     words = [str(fd) for fd in (*fds, -1)[:3]] + [str(int(with_thread))]
     try:
-        process = subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, pass_fds=fds)
+        process = subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, pass_fds=[*fds, *inherits])
     except OSError as error:
         ours.close()
         aside.close()

@@ -30,7 +30,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         plan: with dtypes and cache groups; its decisions are left out, for they were the engine's.
         model: folder or file of the model's weights; None: they are arrays in the memory of this process.
         drafts: folder or file of each draft model of `plan.drafts`.
-        rank, world_size: which of how many ranks. There is one in this version.
+        rank, world_size: which of how many ranks.
+        exchange: descriptor, in the rank's process, of the memory that ranks share (`parallel.comm`); -1: there is one.
         warm_grammars: make the tables for structured outputs at once.
         poison: KV memory starts as NaN and rows are watched (tests).
         wire: messages go through their encoded form, also where both sides are one process (tests).
@@ -42,6 +43,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[str, ...] = ()
     rank: int = 0
     world_size: int = 1
+    exchange: int = -1
     warm_grammars: bool = False
     poison: bool = False
     wire: bool = False

@@ -46,6 +46,7 @@ from penstock.weights.load import fingerprint
 if TYPE_CHECKING:
     from penstock.launch.kv_events import KVEvents
     from penstock.launch.kv_store import KVStore
+    from penstock.parallel.comm import Comm
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 
@@ -65,10 +66,13 @@ def assemble(
 
     `draft models`: the draft models of `plan.drafts`, in that order. `packed`: see `model_parts`. Else as `connect`.
     """
-    parts = model_parts(
-        config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter, packed=packed,
-        load_adapter=load_adapter,
-    )  # fmt: skip
+
+    def parts(comm: Comm | None) -> Parts:
+        return model_parts(
+            config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter, packed=packed,
+            load_adapter=load_adapter, comm=comm,
+        )  # fmt: skip
+
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -82,18 +86,18 @@ def connect(
     adapters makes them of. `poison`, `wire`: see `RankSpec`; all else: see `engine_over`.
     """
     parts = Parts(forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter, load_adapter=load_adapter)
-    return _engine_of(config, plan, parts, **engine)
+    return _engine_of(config, plan, lambda comm: parts, **engine)
 
 
 def _engine_of(
-    config: EngineConfig, plan: Plan, parts: Parts, *, clock: Clock | None = None, poison: bool = False,
-    wire: bool = False, **engine: Any,
+    config: EngineConfig, plan: Plan, parts: Callable[[Comm | None], Parts], *, clock: Clock | None = None,
+    poison: bool = False, wire: bool = False, **engine: Any,
 ) -> EngineCore:  # fmt: skip
     clock = clock or MonotonicClock()
     spec = RankSpec(config=config.as_kwargs(), plan=plan, poison=poison, wire=wire)
 
     def build(spec: RankSpec, loading: Progress | None) -> Runner:
-        return make_rank(config, plan, parts, clock, poison=spec.poison)
+        return make_rank(config, plan, parts(comm_of(spec)), clock, poison=spec.poison)
 
     return engine_over(config, plan, spec, build, clock, **engine)
 
@@ -118,7 +122,11 @@ def engine_over(
     counts its operations. `ask`: what of the machine's memory is free now. `store`: of blocks, open. `events`: of them,
     open. Else as `engine_core`.
     """
-    made = EXECUTORS.get(config.execution.executor)
+    made: Callable[..., Executor] = EXECUTORS.get(config.execution.executor)
+    if config.execution.tensor_parallel_size > 1:
+        from penstock.executor.ranks import RanksExecutor, ThreadRanks  # one rank needs no other
+
+        made = RanksExecutor if spec.model is not None else ThreadRanks
     executor: Executor = made(spec, build, depth=config.execution.depth, loading=loading, box=box)
     core = engine_core(
         config, plan, executor, clock, store=None if store is None else store.settings,
@@ -152,6 +160,7 @@ def model_parts(
     kinds: TokenKinds = NO_KINDS,
     drafter: Drafter | None = None,
     load_adapter: Load | None = None,
+    comm: Comm | None = None,
 ) -> Parts:
     """The parts of a rank that runs a model.
 
@@ -161,7 +170,7 @@ def model_parts(
     """
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
     backend = backend or backend_of(config)
-    model = model_of(config, spec, weights, plan)
+    model = model_of(config, spec, weights, plan, comm)
     if packed is not None:
         packed.prepare(model.graph)
     forward = model.on(
@@ -197,7 +206,10 @@ def adapter_room(config: EngineConfig) -> AdapterRoom | None:
     return AdapterRoom(lora.in_memory, lora.max_lora_rank) if lora.enable_lora else None
 
 
-def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> DecoderModel:
+def model_of(
+    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan, comm: Comm | None = None
+) -> DecoderModel:
+    """`comm`: with the other ranks, if there are any."""
     return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
         rotation=config.cache.kv_rotation,
@@ -205,7 +217,17 @@ def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight
             keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config),
             moves=config.cache.kv_allocator == "modules",
         ),
+        comm=comm,
     )  # fmt: skip
+
+
+def comm_of(spec: RankSpec) -> Comm | None:
+    """The rank's end of what connects it to the others; None: it is alone."""
+    if spec.world_size == 1:
+        return None
+    from penstock.parallel.comm import SharedComm  # one rank needs no other
+
+    return SharedComm(spec.exchange, spec.rank, spec.world_size)
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

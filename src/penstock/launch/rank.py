@@ -22,7 +22,7 @@ from penstock.families.checkpoint import Checkpoint, TokenizerFiles
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
 from penstock.formats.files import quoted
-from penstock.launch.assemble import model_parts
+from penstock.launch.assemble import comm_of, model_parts
 from penstock.launch.backend import backend_of, packed_weights
 from penstock.launch.drafts import OpenDraft, own_heads, reopened, runs_own_head
 from penstock.launch.parts import Parts, make_rank
@@ -38,6 +38,7 @@ from penstock.text.limits import Limits
 from penstock.weights.load import load_weights, release_pages
 
 if TYPE_CHECKING:
+    from penstock.parallel.comm import Comm
     from penstock.text.tokenizer import Tokenizer
 
 
@@ -90,11 +91,12 @@ def build_rank(
         if spec.warm_grammars:
             with suppress(InputError):  # tokens that are not bytes; the validator refuses
                 grammars.compiler()
-    parts, weights, packed_file = read_parts(config, plan, files, grammars, loading)
+    comm = comm_of(spec)
+    parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
     rank.packed_file = packed_file
     release_pages(weights)
-    rank.reload = Reloader(config, plan, files, grammars, clock or MonotonicClock())
+    rank.reload = None if comm is not None else Reloader(config, plan, files, grammars, clock or MonotonicClock())
     return rank
 
 
@@ -151,14 +153,15 @@ def read_parts(
     loading: Progress | None,
     *,
     keep: bool = True,
+    comm: Comm | None = None,
 ) -> tuple[Parts, dict[str, Weight], str]:
     """The parts of a rank, the weights as they were read, and `Executor.packed_file`. `keep`: what is packed is kept
-    for the next start. Raises as `build_rank`."""
+    for the next start. `comm`: with the other ranks. Raises as `build_rank`."""
     checkpoint = files.checkpoint
     needed = config.speculation is not None or config.selection is not None
     tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
     backend = backend_of(config)
-    packed = packed_weights(config, checkpoint, plan, backend)
+    packed = packed_weights(config, checkpoint, plan, backend) if comm is None else None
     if packed is not None and not keep and packed.matrices is None:
         packed = None
     skip = packed.names() if packed is not None else ()
@@ -184,6 +187,7 @@ def read_parts(
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
         load_adapter=load_adapter,
+        comm=comm,
     )
     packed_file = "" if packed is None else "read" if was_packed else "made"
     return parts, weights, packed_file

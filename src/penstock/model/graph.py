@@ -155,6 +155,8 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             width *= heads
         case "select":
             rows = SELECTED
+        case "gather":
+            width, heads = sum(node.bound[1]), None
         case "linear":
             width, heads = node.bound[0].shape[0], None
         case "route" | "route_listed":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from copy import copy
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,14 @@ class StoredMatrix(ABC):
     @property
     def size(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    def rows(self, first: int, last: int) -> Self:
+        """The matrix of rows first ... last - 1 alone, over the same memory."""
+        assert 0 <= first < last <= self.shape[0], f"rows {first} to {last} of {self.shape[0]}"
+        found = copy(self)
+        found.shape = (last - first, self.shape[1])
+        found._rows = np.arange(first, last) if self._rows is None else self._rows[first:last]
+        return found
 
     @property
     def nbytes(self) -> int:

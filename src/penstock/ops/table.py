@@ -38,6 +38,8 @@ CONTRACTS: tuple[OpContract, ...] = (
                "weight [V, E]; for tokens of several kinds (ModelSpec.token_types): word or type, V", "[T, E]"),
     OpContract("select", "the rows whose logits are wanted", "x [T, E]; rows int32 [R]", "", "[R, E]"),
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
+    OpContract("gather", "what all ranks have of a row, side by side (parallel.shard)", "x [T, widths[rank]]",
+               "the ranks (parallel.comm.Comm); widths", "[T, sum of widths]"),
     OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
                "x [T, K], which was multiplied; y [T, N], what came of it; step", "name of the weight", "[T, N]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",

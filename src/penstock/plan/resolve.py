@@ -31,6 +31,7 @@ from penstock.plan.layerkv import check_layerkv
 from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
 from penstock.plan.modules import check_modules
 from penstock.plan.positions import rope_decision
+from penstock.plan.ranks import check_ranks, rank_bytes, rank_machine, ranked_groups
 from penstock.plan.weights import (
     NO_CODES,
     StoredFormats,
@@ -106,6 +107,8 @@ def resolve(
     does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
     """
     decisions = _Decisions()
+    check_ranks(config, spec)
+    machine = rank_machine(config, machine)
     if keeping is not None:
         check_keeping(config, spec, keeping)
     dtype = _dtype(config, spec, machine, stored, traits, decisions)
@@ -115,7 +118,7 @@ def resolve(
     for away, decision in experts_in_memory(config, spec, held, traits):
         weight_bytes -= away
         decisions.extend([decision])
-    in_memory = resident_bytes(config, weight_bytes, traits, keeping)
+    in_memory = rank_bytes(config, resident_bytes(config, weight_bytes, traits, keeping))
     check_weights(in_memory, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))
     packed_weights = copies_packed(config, weight_bytes, machine)
@@ -141,6 +144,10 @@ def resolve(
         max_model_len=max_model_len,
     )
     decisions.extend(why_drafts)
+    drafted = {g for draft in planned for g in draft.groups}
+    own, why_ranks = ranked_groups(config, spec, [g for g in groups if g.index not in drafted])
+    groups = (*own, *(g for g in groups if g.index in drafted))
+    decisions.extend(why_ranks)
     check_layerkv(config, groups, len(spec.layers))
     check_modules(config, spec, groups)
     all_weights = check_draft_weights(in_memory, planned, machine)

@@ -24,6 +24,7 @@ from penstock.runner.restored import RESTORED_TOKENS
 from penstock.runner.sampler import Sampler
 
 if TYPE_CHECKING:
+    from penstock.parallel.comm import Comm
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 
@@ -34,6 +35,7 @@ class DecoderModel:
     Attributes:
         groups: where its layers cache (`model.builder.build`); the first of a rank's, if others follow.
         rotation, reading: see `build`.
+        comm: with the other ranks that have a part of it; None: this one has all.
     """
 
     spec: ModelSpec
@@ -42,13 +44,19 @@ class DecoderModel:
     max_model_len: int
     rotation: str = "none"
     reading: Reading = field(default=PLAIN)
+    comm: Comm | None = None
 
     @cached_property
     def graph(self) -> Graph:
-        return build(
+        graph = build(
             self.spec, self.weights, self.groups, max_model_len=self.max_model_len, rotation=self.rotation,
             reading=self.reading,
         )  # fmt: skip
+        if self.comm is None:
+            return graph
+        from penstock.parallel.shard import shard  # one rank needs nobody
+
+        return shard(graph, self.groups, self.comm)[0]
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",

@@ -279,6 +279,14 @@ class _Emitter:
             pointers=(Segments([self._matrices[name] for name in names]), weight, bias),
         )  # fmt: skip
 
+    def _gather(self, i: int, node: Node) -> None:
+        ranks, widths = node.bound
+        if ranks.exchange is None:
+            raise NotNativeError("ranks that share no memory")
+        pointers = (ranks.exchange, np.array(widths, np.int32))
+        label, inputs = f"{ranks.rank} of {ranks.size} ranks", (self.register(node.inputs[0]),)
+        self._add_op(Kind.GATHER, label, inputs, self._new_home(node), pointers=pointers)
+
     def _adapt(self, i: int, node: Node) -> None:
         """In place on the product: see `fuse` for those of a pair."""
         x, y = node.inputs

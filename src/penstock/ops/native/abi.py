@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 17
+ABI = 18
 PANEL = 64
 UNIT_BYTES = 1024
+MAX_RANKS = 64
+LINES_BYTES = 4096
 
 
 class DType(IntEnum):
@@ -127,6 +129,7 @@ class Kind(IntEnum):
     BIASED_HEADS = 55
     WKV6 = 56
     ADAPT_CODES = 57
+    GATHER = 58
     ADAPT = 60
     ATTEND_TEXT = 61
 
@@ -220,6 +223,27 @@ class AdapterCodes(c.Structure):
     _fields_ = (
         ("scales", c.c_void_p),
         ("delta", c.c_void_p),
+    )
+
+
+class RankLine(c.Structure):
+    _fields_ = (
+        ("arrived", c.c_uint32),
+        ("sleepers", c.c_uint32),
+        ("gathers", c.c_uint64),
+        ("bytes", c.c_uint64),
+        ("unused", c.c_uint64 * 5),
+    )
+
+
+class Exchange(c.Structure):
+    _fields_ = (
+        ("memory", c.c_void_p),
+        ("rank", c.c_int32),
+        ("size", c.c_int32),
+        ("slot_bytes", c.c_int64),
+        ("spin_us", c.c_int32),
+        ("unused", c.c_int32),
     )
 
 
@@ -332,6 +356,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         ],
     ),
     "pst_unpack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p]),
+    "pst_exchange_time": (c.c_int64, [c.c_void_p, c.c_int64, c.c_int32]),
     "pst_program_new": (
         c.c_void_p,
         [

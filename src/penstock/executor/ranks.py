@@ -1,0 +1,221 @@
+"""One model over several ranks, each in a process of its own; with one rank, as `multiproc`.
+
+Every rank is given every step and decides everything by itself: who is sampled, which drafts are right, what is kept.
+All of them compute with the same numbers (`parallel.shard`), so all decide the same; what they say is compared, and
+ranks that differ are an error, not two opinions. The lead, rank 0, speaks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from penstock.base.errors import EngineError, PenstockError
+from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.protocols import Executor
+from penstock.core.weight_swap import WeightFacts
+from penstock.engine.blackbox import BlackBox
+from penstock.executor.multiproc import COMMAND, MultiprocExecutor
+from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
+from penstock.parallel.comm import shared_memory
+
+
+class Said(NamedTuple):
+    """What all ranks must say of a step alike."""
+
+    sampled: object
+    verified: object
+    errors: object
+    ended: object
+    selected: object
+
+    @classmethod
+    def of(cls, output: StepOutput) -> Said:
+        return cls(output.sampled, output.verified, output.errors, output.ended, output.selected)
+
+
+class RanksExecutor(Executor):
+    """See `multiproc.MultiprocExecutor`; `spec` is the lead's, of `tensor_parallel_size` ranks.
+
+    The end of one rank is the end of all: the others would wait for it.
+    """
+
+    def __init__(
+        self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
+        box: BlackBox | None = None, command: Sequence[str] = COMMAND,
+    ) -> None:  # fmt: skip
+        size = spec.config.get("tensor_parallel_size") or 1
+        self.depth = depth
+        self._ranks: list[MultiprocExecutor] = []
+        memory = shared_memory(size) if size > 1 else -1
+
+        def start(rank: int) -> MultiprocExecutor:
+            own = replace(spec, rank=rank, world_size=size, exchange=memory)
+            return MultiprocExecutor(
+                own, depth=depth, loading=loading if rank == 0 else None, box=box if rank == 0 else None,
+                command=command, inherits=() if memory < 0 else (memory,),
+            )  # fmt: skip
+
+        try:
+            if size == 1:
+                self._ranks = [start(0)]
+            else:
+                self._ranks = _together(start, size)
+        finally:
+            if memory >= 0:
+                os.close(memory)
+        self.packed_file = self._ranks[0].packed_file
+
+    def submit(self, output: SchedulerOutput) -> None:
+        for rank in self._ranks:
+            rank.submit(output)
+
+    def collect(self) -> StepOutput:
+        """Raises also EngineError if ranks say different things."""
+        lead, *others = self._ranks
+        if not others:
+            return lead.collect()
+        try:
+            self._await_all()
+            return agreed([rank.collect() for rank in self._ranks])
+        except PenstockError:
+            self.close()
+            raise
+
+    def _await_all(self) -> None:
+        """Until every rank has answered. Raises what broke one of them: the others would wait for it for ever."""
+        poll, waiting = select.poll(), {rank.fileno(): rank for rank in self._ranks}
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        for fd, rank in list(waiting.items()):
+            if rank.has_answer:
+                poll.unregister(fd)
+                del waiting[fd]
+        while waiting:
+            for fd, _ in poll.poll():
+                if waiting[fd].hear():
+                    poll.unregister(fd)
+                    del waiting[fd]
+
+    def back(self, num_slabs: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.back(num_slabs)
+
+    def holds(self, grammar: str) -> bool:
+        return False
+
+    def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
+        for rank in self._ranks:
+            rank.prepare(grammar, param)
+
+    def ready_weights(self, path: str) -> WeightFacts:
+        if len(self._ranks) > 1:
+            return super().ready_weights(path)
+        return self._ranks[0].ready_weights(path)
+
+    def switch_weights(self) -> float:
+        return max(rank.switch_weights() for rank in self._ranks)
+
+    def spoil(self) -> None:
+        for rank in self._ranks:
+            rank.spoil()
+
+    def check(self) -> None:
+        for rank in self._ranks:
+            rank.check()
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+    @property
+    def processes(self) -> Sequence[int]:
+        return tuple(pid for rank in self._ranks for pid in rank.processes)
+
+
+class ThreadRanks(Executor):
+    """Ranks in threads of this process, of a model that is in its memory (tests, tools). A rank that fails leaves the
+    others waiting: what must be ended lives in processes."""
+
+    depth = 1
+
+    def __init__(self, spec: RankSpec, build: RankFactory, *, box: BlackBox | None = None, **_: object) -> None:
+        size = spec.config["tensor_parallel_size"]
+        self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
+        memory = shared_memory(size)
+        try:
+            begun = [
+                thread.submit(build, replace(spec, rank=rank, world_size=size, exchange=memory), None)
+                for rank, thread in enumerate(self._threads)
+            ]
+            self.runners: list[Rank] = [future.result() for future in begun]
+        finally:
+            os.close(memory)
+        if box is not None:
+            self.runners[0].watch(box.progress_address)
+        self._running: list[Future[StepOutput]] = []
+        self.packed_file = self.runners[0].packed_file
+        self._wire = spec.wire
+
+    @property
+    def runner(self) -> Rank:
+        """The lead."""
+        return self.runners[0]
+
+    def submit(self, output: SchedulerOutput) -> None:
+        assert not self._running, "a step is in flight"
+        pairs = zip(self._threads, self.runners, strict=True)
+        self._running = [thread.submit(rank.execute, output) for thread, rank in pairs]
+
+    def collect(self) -> StepOutput:
+        running, self._running = self._running, []
+        return agreed([future.result() for future in running])
+
+    def back(self, num_slabs: Sequence[int]) -> None:
+        for rank in self.runners:
+            rank.back(num_slabs)
+
+    def holds(self, grammar: str) -> bool:
+        return all(rank.holds(grammar) for rank in self.runners)
+
+    def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
+        for rank in self.runners:
+            rank.prepare(grammar, param)
+
+    def spoil(self) -> None:
+        for rank in self.runners:
+            rank.spoil(-1)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+
+def agreed(said: Sequence[StepOutput]) -> StepOutput:
+    """What all ranks say of a step. Raises EngineError if they say different things."""
+    lead, *others = said
+    first = Said.of(lead)
+    for number, other in enumerate(others, 1):
+        if Said.of(other) != first:
+            name = next(name for name, a, b in zip(Said._fields, first, Said.of(other), strict=True) if a != b)
+            raise EngineError(f"ranks 0 and {number} differ at step {lead.step}: {name}")
+    return lead
+
+
+def _together(start: Callable[[int], MultiprocExecutor], size: int) -> list[MultiprocExecutor]:
+    """All ranks, started at once. Raises what kept one of them from starting; none of them is left then."""
+    with ThreadPoolExecutor(size, "penstock-ranks") as pool:
+        begun = [pool.submit(start, rank) for rank in range(size)]
+    failed = [future.exception() for future in begun]
+    problem = next((error for error in failed if error is not None), None)
+    if problem is None:
+        return [future.result() for future in begun]
+    for future, error in zip(begun, failed, strict=True):
+        if error is None:
+            future.result().close()
+    raise problem

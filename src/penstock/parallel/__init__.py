@@ -1,0 +1,1 @@
+"""L8: one model over several ranks: what each of them holds, and how they tell each other."""

@@ -1,0 +1,122 @@
+"""How ranks of one model tell each other what they have computed.
+
+Every rank makes the same calls in the same order; one that does not come leaves the others waiting, until whoever
+started them ends them all. Nothing is added up between ranks: what is gathered has the bits that one rank would have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.base.bf16 import F32
+from penstock.ops.native.abi import LINES_BYTES, MAX_RANKS, Exchange, RankLine
+
+SLOT_BYTES = 4 << 20
+"""Of what a rank gives to a gather at a time; a row at least. Memory is taken as it is used."""
+SPIN_US = 200
+"""So long a rank waits for the others awake: a step's gathers are some tens of microseconds apart."""
+
+
+class Comm(Protocol):
+    """One rank's end.
+
+    Attributes:
+        rank, size: which of how many.
+        exchange: where native kernels gather, an object with an `address`; None: they cannot.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def exchange(self) -> SharedExchange | None: ...
+
+    def gather(self, x: F32, widths: Sequence[int]) -> F32:
+        """Of every rank's [T, widths[rank]], rank by rank: [T, sum of widths]."""
+        ...
+
+
+class SharedExchange:
+    """`pst_exchange` over memory that several processes have mapped. See `ops.native.program.NativeOp`."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, slot_bytes: int, spin_us: int) -> None:
+        self._memory = memory
+        self._first = ctypes.c_char.from_buffer(memory)
+        start = ctypes.addressof(self._first)
+        self.struct = Exchange(start, rank, size, slot_bytes, spin_us, 0)
+        self._lines = (RankLine * size).from_buffer(memory)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+    def given(self, rank: int) -> tuple[int, int]:
+        """Gathers that a rank has taken part in, and bytes that it has given, counted once for each of the others."""
+        line = self._lines[rank]
+        return int(line.gathers), int(line.bytes)
+
+
+def shared_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Of the memory that `size` ranks share."""
+    assert 2 <= size <= MAX_RANKS, f"{size} ranks"
+    return LINES_BYTES + 2 * size * slot_bytes
+
+
+def shared_memory(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """A descriptor of memory for `size` ranks. It has no name, so whoever is killed leaves nothing behind, and is no
+    part of /dev/shm, whose size containers bound."""
+    fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(fd, shared_bytes(size, slot_bytes))
+    return fd
+
+
+class SharedComm:
+    """Ranks of one machine over `shared_memory`, in processes or threads; native kernels gather by themselves."""
+
+    def __init__(
+        self, fd: int, rank: int, size: int, *, slot_bytes: int = SLOT_BYTES, spin_us: int = SPIN_US
+    ) -> None:  # fmt: skip
+        """`fd` stays the caller's."""
+        self.rank, self.size = rank, size
+        memory = mmap.mmap(fd, shared_bytes(size, slot_bytes))
+        self.exchange = SharedExchange(memory, rank, size, slot_bytes, spin_us)
+
+    def gather(self, x: F32, widths: Sequence[int]) -> F32:
+        raise AssertionError("native kernels gather by themselves; no other operations run on several ranks")
+
+
+class LocalGroup:
+    """Ranks in threads of this process, which hand each other arrays (tests, reference operations)."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.given: list[F32] = [np.zeros((0, 0), np.float32)] * size
+
+    def comms(self) -> list[LocalComm]:
+        return [LocalComm(self, rank) for rank in range(self.size)]
+
+
+class LocalComm:
+    """One rank of a `LocalGroup`."""
+
+    exchange = None
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def gather(self, x: F32, widths: Sequence[int]) -> F32:
+        group = self._group
+        assert x.shape[1] == widths[self.rank], "a rank gives its columns"
+        group.given[self.rank] = x
+        group.barrier.wait()
+        found = np.concatenate(group.given, axis=1)
+        group.barrier.wait()  # before anybody gives the next
+        return found

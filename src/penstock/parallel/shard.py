@@ -1,0 +1,301 @@
+"""One rank's part of a model: every product by its outputs, attention by heads of keys and values.
+
+A product's outputs are shared out in runs of rows of its weights, so each of them is computed by one rank as it would
+be alone: whatever the number of ranks, the bits are the same. What ranks have is put side by side where an operation
+needs whole rows (`gather`), and stays apart where it does not: an activation, a rotation of heads, attention over a
+rank's own heads. Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) splits every second product by inputs
+instead and adds the sums of ranks up: fewer exchanges, other bits.
+
+What no rule here knows runs whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.model.graph import Graph, Node, Value, result_of
+from penstock.ops.stored import StoredMatrix, Weight
+from penstock.parallel.comm import Comm
+
+UNIT = 64
+"""Outputs are shared out in runs of so many: a panel of the native kernels."""
+LEAST_ROWS = 128
+"""Of a product's outputs that a rank gets; smaller products run whole everywhere: an exchange costs more."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Columns of each rank: first, last + 1."""
+
+_BY_COLUMNS = {"activate", "activate_gated", "xielu", "multiply", "add", "scale", "clip", "soft_cap"}
+"""Operations whose result in a column needs their inputs in that column only."""
+_BY_HEADS = {"rope", "rms_norm", "layer_norm", "hadamard", "scale_queries"}
+"""The same of heads, if their first input has heads."""
+
+
+@dataclass
+class _Made:
+    """What became of a node's result: the rank's own columns, all of them, or both."""
+
+    width: int
+    own: Value | None = None
+    ranges: Ranges = ()
+    whole: Value | None = None
+
+
+def even_ranges(width: int, size: int, unit: int) -> Ranges:
+    """`width` columns for `size` ranks, in runs of `unit`; the last run may be short."""
+    units = -(-width // unit)
+    ends = [min(width, units * r // size * unit) for r in range(size + 1)]
+    return tuple(pairwise(ends))
+
+
+def head_ranges(num_heads: int, dim: int, size: int) -> Ranges:
+    """Columns of `num_heads` heads for `size` ranks; where there are fewer heads than ranks, several have the same."""
+    if num_heads >= size:
+        assert num_heads % size == 0, f"{num_heads} heads for {size} ranks"
+        each = num_heads // size
+        return tuple((r * each * dim, (r + 1) * each * dim) for r in range(size))
+    assert size % num_heads == 0, f"{num_heads} heads for {size} ranks"
+    return tuple((r * num_heads // size * dim, (r * num_heads // size + 1) * dim) for r in range(size))
+
+
+def rows_of(weight: Weight, first: int, last: int) -> Weight:
+    """Rows first ... last - 1 of a matrix [N, K], as it is: nothing is read, decoded or rounded."""
+    return weight.rows(first, last) if isinstance(weight, StoredMatrix) else weight[first:last]
+
+
+class _Shard:
+    def __init__(self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm) -> None:
+        self._graph, self._comm = graph, comm
+        self._made: dict[int, _Made] = {}
+        self._gathers: list[Node] = []
+        self.nodes: list[Node] = []
+        self.rows: dict[str, tuple[int, int]] = {}
+        """The rows of each weight that this rank has, where it has not all of them."""
+        self._split = split_groups(graph, groups)
+        self._wanted = self._head_products()
+
+    # -- what is split how ---------------------------------------------------------------------------------------
+
+    def _head_products(self) -> dict[int, Ranges]:
+        """Products whose outputs are heads that attention is split by, and how."""
+        found: dict[int, Ranges] = {}
+        for node in self._graph.nodes:
+            if node.op not in ("write_kv", "attention") or node.bound[0] not in self._split:
+                continue
+            for value in node.inputs:
+                maker = _product_of(value)
+                if maker is not None and maker.out is not None and value.heads:
+                    ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
+                    if value.heads < self._comm.size and not self._only_attended(maker):
+                        continue
+                    if maker.out.width == value.width and found.setdefault(id(maker), ranges) != ranges:
+                        del found[id(maker)]
+        return found
+
+    def _only_attended(self, maker: Node) -> bool:
+        """Nobody needs all of this product: where several ranks have the same heads, nobody could put it together."""
+        for node in self._graph.nodes:
+            if not any(value.maker is maker for value in node.inputs):
+                continue
+            attends = node.op in ("write_kv", "attention") and node.bound[0] in self._split
+            if not attends and not (
+                node.op in _BY_HEADS and node.inputs[0].maker is maker and self._only_attended(node)
+            ):
+                return False
+        return True
+
+    def _ranges(self, node: Node) -> Ranges:
+        """Of the outputs of a product; nothing if every rank has all of them."""
+        rows = node.bound[0].shape[0]
+        if id(node) in self._wanted:
+            return self._wanted[id(node)]
+        size = self._comm.size
+        return even_ranges(rows, size, UNIT) if rows >= max(LEAST_ROWS * size, UNIT * (size - 1) + 1) else ()
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def whole(self, value: Value) -> Value:
+        """All columns of `value`, gathered if need be."""
+        if value.maker is None:
+            return value
+        made = self._made[id(value.maker)]
+        if made.whole is None:
+            assert made.own is not None
+            assert made.own.maker is not None
+            own = made.own.view(0, made.own.width)
+            widths = tuple(last - first for first, last in made.ranges)
+            assert [r[0] for r in made.ranges[1:]] == [r[1] for r in made.ranges[:-1]], "every column is of one rank"
+            node = Node("gather", [own], (self._comm, widths), layer=made.own.maker.layer)
+            node.out = made.whole = result_of(node, value.name)
+            self.nodes.append(node)
+        assert made.whole is not None
+        return made.whole.view(value.start, value.width, value.heads, value.name)
+
+    def own(self, value: Value, ranges: Ranges) -> Value | None:
+        """This rank's columns of `value`; None if they are not there and all of them are not, either."""
+        if value.maker is None:
+            return None
+        made, (first, last) = self._made[id(value.maker)], ranges[self._comm.rank]
+        if value.heads is not None and not _whole_heads(ranges, value.width // value.heads):
+            return None
+        heads = None if value.heads is None else value.heads * (last - first) // value.width
+        if made.own is not None and made.ranges == ranges and (value.start, value.width) == (0, made.width):
+            return made.own.view(0, last - first, heads, value.name)
+        if made.whole is not None:
+            return made.whole.view(value.start + first, last - first, heads, value.name)
+        return None
+
+    def ranges_of(self, value: Value) -> Ranges:
+        """How `value` is split; nothing if it is whole already, or a part of something."""
+        if value.maker is None:
+            return ()
+        made = self._made[id(value.maker)]
+        return made.ranges if made.whole is None and (value.start, value.width) == (0, made.width) else ()
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def node(self, node: Node) -> None:
+        if node.op == "linear" and (ranges := self._ranges(node)):
+            self._linear(node, ranges)
+            return
+        if node.op in ("write_kv", "attention") and node.bound[0] in self._split:
+            self._attention(node)
+            return
+        ranges = self.ranges_of(node.inputs[0]) if node.inputs else ()
+        if ranges and node.out is not None and node.out.heads is not None:
+            ranges = ranges if _whole_heads(ranges, node.out.width // node.out.heads) else ()
+        if ranges and (node.op in _BY_COLUMNS or (node.op in _BY_HEADS and _falls_by_heads(node))):
+            by_columns = node.op in _BY_COLUMNS
+            parts = [self.own(v, ranges) if by_columns or i == 0 else v for i, v in enumerate(node.inputs)]
+            if all(part is not None for part in parts):
+                inputs = [
+                    part if by_columns or i == 0 else self.whole(part)
+                    for i, part in enumerate(parts)
+                    if part is not None
+                ]
+                self._add(node, inputs, ranges, **self._bound_by_heads(node, ranges))
+                return
+        self._whole(node)
+
+    def _linear(self, node: Node, ranges: Ranges) -> None:
+        first, last = ranges[self._comm.rank]
+        weight, *bias = node.bound
+        self.rows[node.weights[0]] = (first, last)
+        bound = (rows_of(weight, first, last), *(None if b is None else b[first:last] for b in bias))
+        self._add(node, [self.whole(node.inputs[0])], ranges, bound=bound)
+
+    def _attention(self, node: Node) -> None:
+        parts = []
+        for value in node.inputs:
+            assert value.heads
+            ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
+            part = self.own(value, ranges)
+            if part is None:
+                self.whole(value)
+                part = self.own(value, ranges)
+            assert part is not None
+            parts.append(part)
+        if node.out is None:
+            self._add(node, parts, ())
+            return
+        assert node.out.heads
+        out = head_ranges(node.out.heads, node.out.width // node.out.heads, self._comm.size)
+        dim = node.out.width // node.out.heads
+        first, last = (column // dim for column in out[self._comm.rank])
+        named = dict(node.named)
+        for name in ("slopes", "sinks"):
+            if named.get(name) is not None:
+                named[name] = np.asarray(named[name]).reshape(-1)[first:last]
+        self._add(node, parts, out, named=named)
+
+    def _bound_by_heads(self, node: Node, ranges: Ranges) -> dict[str, Any]:
+        """Weights of norms that every head has of its own."""
+        x = node.inputs[0]
+        if node.op not in ("rms_norm", "layer_norm") or x.heads is None:
+            return {}
+        dim = x.width // x.heads
+        first, last = (column // dim for column in ranges[self._comm.rank])
+        bound = tuple(b[first:last] if isinstance(b, np.ndarray) and b.ndim == 2 else b for b in node.bound)
+        return {"bound": bound}
+
+    def _whole(self, node: Node) -> None:
+        self._add(node, [self.whole(v) for v in node.inputs], ())
+
+    def _add(self, node: Node, inputs: Sequence[Value], ranges: Ranges, **changed: Any) -> None:
+        made = replace(node, inputs=list(inputs), more=dict(node.more), **changed)
+        self.nodes.append(made)
+        if node.out is None:
+            return
+        width, heads = node.out.width, node.out.heads
+        if not ranges:
+            made.out = replace(node.out, maker=made)
+            self._made[id(node)] = _Made(width, whole=made.out)
+            return
+        first, last = ranges[self._comm.rank]
+        own_heads = None if heads is None else heads * (last - first) // width
+        made.out = replace(node.out, maker=made, width=last - first, heads=own_heads)
+        self._made[id(node)] = _Made(width, made.out, ranges)
+
+
+def _product_of(value: Value) -> Node | None:
+    """The product that heads come from, through what is done to each of them by itself."""
+    maker = value.maker
+    while maker is not None and maker.op in _BY_HEADS | _BY_COLUMNS and maker.inputs:
+        if maker.inputs[0].width != value.width:
+            return None
+        maker = maker.inputs[0].maker
+    return maker if maker is not None and maker.op == "linear" else None
+
+
+def _whole_heads(ranges: Ranges, dim: int) -> bool:
+    return all(column % dim == 0 for run in ranges for column in run)
+
+
+def _falls_by_heads(node: Node) -> bool:
+    """Whether each head of the first input goes its own way."""
+    x = node.inputs[0]
+    if x.heads is None:
+        return False
+    if node.op == "rope":
+        angles = node.inputs[1].maker
+        return angles is not None and angles.bound[0].ndim == 3
+    return all(b.ndim < 2 or b.shape[0] == x.heads for b in node.bound if isinstance(b, np.ndarray))
+
+
+def split_groups(graph: Graph, groups: Sequence[CacheGroup]) -> set[int]:
+    """The cache groups whose planes hold a rank's heads only (`plan.ranks.ranked_groups` has decided)."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.op != "write_kv":
+            continue
+        group, planes = groups[node.bound[0]], node.bound[2]
+        heads = {plane.name: plane.heads for plane in group.spec.planes}
+        if any(heads[name] < (value.heads or 0) for name, value in zip(planes, node.inputs, strict=True)):
+            found.add(node.bound[0])
+    return found
+
+
+def shard(graph: Graph, groups: Sequence[CacheGroup], comm: Comm) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
+    """What this rank runs of `graph`, and the rows of each weight that it has, where it has not all of them.
+
+    `groups`: of the rank (`plan.ranks.ranked_groups`).
+    """
+    made = _Shard(graph, groups, comm)
+    head = 0
+    for i, node in enumerate(graph.nodes):
+        if i == graph.head:
+            made.whole(graph.hidden)
+            head = len(made.nodes)
+        made.node(node)
+    residuals = tuple(made.whole(v) for v in graph.residuals) if graph.residuals else ()
+    hidden, logits = made.whole(graph.hidden), made.whole(graph.logits)
+    if graph.head >= len(graph.nodes):
+        head = len(made.nodes)
+    sharded = replace(graph, nodes=made.nodes, head=head, hidden=hidden, logits=logits, residuals=residuals)
+    return sharded, made.rows
