@@ -20,7 +20,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.launch.adaptive import DEFAULTS, adapt, check_adaptive, movable_of, promise_of
 from penstock.plan.devices import find_device
-from penstock.sched.controller import PERIOD_S, REST_S, Controller, Promise
+from penstock.sched.controller import PERIOD_S, REST_S, Controller, LoadView, Promise, Wish
 from penstock.sim.build import build_sim, device_plan
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.result import SimResult
@@ -272,14 +272,31 @@ def controller_of() -> tuple[EngineCore, Controller]:
     return core, Controller(core.scheduler, core.knobs, PROMISE, tuple(REST_S))
 
 
-def load_of(**given: Any) -> Any:
-    from penstock.sched.controller import LoadView
-
+def load_of(**given: Any) -> LoadView:
     usual = {
         "now_s": 100.0, "num_decodes": 4, "num_running": 4, "num_waiting": 0, "tpot_s": 0.1, "pace_s": 0.05,
         "backlog": [], "late": 0.0,
     }  # fmt: skip
     return LoadView(**{**usual, **given})
+
+
+def test_a_knob_whose_rule_always_wants_another_value_moves_only_when_its_rest_is_over() -> None:
+    core, controller = controller_of()
+    controller._rules = {
+        "max_num_seqs": lambda load: Wish(4 if core.scheduler.max_num_seqs == 8 else 8, "drawn"),
+        "schedule_conservativeness": lambda load: Wish(
+            2.0 if core.scheduler.reserve.conservativeness < 1 else 0.5, "-"
+        ),
+    }
+    moved: dict[str, list[float]] = {name: [] for name in controller._rules}
+    for k in range(25):
+        for move in controller.look(PERIOD_S * k):
+            core.knobs.set(move.name, move.value)
+            moved[move.name].append(PERIOD_S * k)
+    assert moved == {
+        "max_num_seqs": [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0],
+        "schedule_conservativeness": [0.0, 5.0, 10.0],
+    }
 
 
 def test_the_batch_shrinks_when_promises_per_token_break_and_grows_when_there_is_room() -> None:
@@ -330,6 +347,38 @@ def test_drafts_go_when_they_lose_time_and_come_back_for_a_try() -> None:
     assert controller._drafts(load_of()).value == 8, "twice as fast as plain steps"  # type: ignore[union-attr]
     core.knobs.set("num_speculative_tokens", 0)
     assert controller._drafts(load_of()).value == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("was", "then", "order"), [("slo", "fcfs", "abc"), ("fcfs", "slo:window=1", "cba")])
+def test_those_that_wait_are_served_in_the_order_of_the_policy_that_is_set(was: str, then: str, order: str) -> None:
+    """They have come as a, b, c, and are due as c, b, a; a window of one leaves the order to the queue."""
+    core, _ = fake_engine(Knobs(policy=was, max_num_seqs=1))
+    core.add(request([3] * 8, max_tokens=4, request_id="first"))
+    core.step()
+    for due_s, name in zip((30.0, 20.0, 10.0), "abc", strict=True):
+        core.add(request([5] * 8, max_tokens=2, request_id=name, slo_ttft_s=due_s))
+    core.step()
+    assert [seq.request.request_id for seq in core.scheduler.waiting] == list(reversed(order))
+    core.knobs.set("scheduling_policy", then)
+    ended = []
+    while core.has_work:
+        ended += [out.request_id for out in core.step() if out.finish_reason is not None]
+    assert ended == ["first", *order]
+
+
+@pytest.mark.parametrize(("was", "then", "last"), [("slo", "fcfs", "b"), ("fcfs", "slo", "a")])
+def test_who_is_last_in_the_order_of_the_policy_that_is_set_yields_memory(was: str, then: str, last: str) -> None:
+    """Both run; a has come first, b is due first."""
+    core, _ = fake_engine(Knobs(policy=was))
+    for due_s, name in zip((20.0, 10.0), "ab", strict=True):
+        core.add(request([5] * 4, max_tokens=8, request_id=name, slo_ttft_s=due_s))
+    core.step()
+    core.knobs.set("scheduling_policy", then)
+    running = core.scheduler.running
+    needy = next(seq for seq in running if seq.request.request_id != last)
+    victim = core.scheduler.policy.victim(running, needy)
+    assert victim is not None
+    assert victim.request.request_id == last
 
 
 @pytest.mark.parametrize(

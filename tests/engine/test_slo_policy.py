@@ -201,6 +201,32 @@ def test_whole_pieces_are_given_in_the_end_even_if_there_is_never_time() -> None
     assert played.first_s[late.request_id] - 1.0 <= pieces * (0.12 + (WITHOUT + 1) * 0.05)
 
 
+def test_beside_decodes_a_prompt_has_one_token_but_a_whole_tile_after_so_many_steps_without_time() -> None:
+    """A tile of it takes 0.31 s, and there is never more than 0.05 s for it."""
+    policy = make_policy("slo:tpot_s=0.1,whole=1")
+    policy.costs.decode[:] = [0.05]  # type: ignore[attr-defined]
+    policy.costs.prefill_token_s = 0.01  # type: ignore[attr-defined]
+    rng = random.Random(8)
+    decodes, prompt = Sequence(1, ask(rng, 0.0, 20, 4), 1), Sequence(2, ask(rng, 0.0, 500, 4), 2)
+    decodes.num_computed = 19
+
+    def given() -> int:
+        policy.begin_step(1.0, None)
+        policy.order([decodes], [prompt])
+        return policy.num_tokens(prompt, 500, 31)
+
+    assert [given() for _ in range(3 * (WITHOUT + 1))] == [*[1] * WITHOUT, 31] * 3
+
+
+def test_a_prompt_without_time_goes_on_when_the_only_stream_has_to_yield() -> None:
+    """The stream is due last, so it yields itself when it finds no block; then there is only the prompt."""
+    rng = random.Random(9)
+    stream = msgspec.structs.replace(ask(rng, 0.0, 8, 200), slo_ttft_s=60.0, slo_tpot_s=0.031)
+    prompt = msgspec.structs.replace(ask(rng, 1.0, 306, 2), slo_ttft_s=30.0)
+    runs = [play("slo:whole=1", [stream, prompt], **{**TILES, "num_blocks": n, "budget": 16}) for n in range(27, 32)]
+    assert any(played.num_preemptions for played in runs), "memory was never short"
+
+
 def test_whole_pieces_go_on_where_nobody_else_can() -> None:
     """Little memory, two steps in flight: somebody always makes progress, or the engine would say that nobody can."""
     rng = random.Random(5)

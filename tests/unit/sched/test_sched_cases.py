@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from penstock.sched.budget import SecondsBudget
 from penstock.sched.drafts.acceptance import LEVELS, AcceptanceModel
 from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
+from penstock.sched.drafts.limit import DraftLimit
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes
 from penstock.sched.drafts.slo import SloProgress
@@ -47,6 +51,24 @@ def test_a_batch_of_just_the_limit_still_drafts() -> None:
     assert drafts.begin_step([decoding(i) for i in range(2)]) == dict.fromkeys(range(2), (3, 2))
     assert drafts.begin_step([decoding(i) for i in range(3)]) == {}
     assert len(FixedDrafts(3, 2).begin_step([decoding(i) for i in range(50)])) == 50
+
+
+def test_with_a_limit_of_none_nobody_drafts_and_whoever_decides_is_not_asked() -> None:
+    asked = []
+
+    class Decides(FixedDrafts):
+        def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+            asked.append(now_s)
+            return super().begin_step(running, now_s)
+
+    limit = DraftLimit(Decides(3, 2), 4)
+    seqs = [decoding(i) for i in range(2)]
+    assert limit.begin_step(seqs, 1.0) == dict.fromkeys(range(2), (3, 2))
+    limit.most = 1
+    assert limit.begin_step(seqs, 2.0) == dict.fromkeys(range(2), (1, 2))
+    limit.most = 0
+    assert limit.begin_step(seqs, 3.0) == {}
+    assert asked == [1.0, 2.0]
 
 
 def test_beside_prompts_only_drafts_that_earn_their_time_are_made() -> None:
