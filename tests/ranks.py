@@ -3,7 +3,8 @@
 "recorder": notes what it is given and answers with everything that a step can hold, and with a digest of all that it
 has been given so far. "breaks": a recorder whose step 1 raises. "flat": a rank over a model that prefers the next
 token. "fake", "tiny:NAME": ranks over the models of `tests.engine`. "fails": cannot be built. "dies":
-while it is. "busy", "lazy": a second of work, or of sleep, until it is.
+while it is. "busy", "lazy": a second of work, or of sleep, until it is. "last:KIND": of several ranks the last one is
+of this kind, the others are recorders. "odd": a recorder that says something else.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ COMMAND = (sys.executable, str(Path(__file__)))
 class Recorder:
     packed_file = "read"
 
-    def __init__(self, breaks_at: int = -1) -> None:
+    def __init__(self, breaks_at: int = -1, token: int = 3) -> None:
+        self._token = token
         self.seen: list[Any] = []
         self._breaks_at = breaks_at
 
@@ -50,7 +52,7 @@ class Recorder:
         entry = TokenLogprobs(3, -0.25, 1, [3, 4], [-0.25, float("-inf")])
         return StepOutput(
             output.step,
-            [Sampled(1, [3], [entry]), Sampled(2, [], candidates=[(7, -1.5)])],
+            [Sampled(1, [self._token], [entry]), Sampled(2, [], candidates=[(7, -1.5)])],
             [PromptLogprobs(1, 4, [entry])],
             [RowError(9, f"{self.seen}")],
             0.125,
@@ -93,6 +95,8 @@ def lasting(ms: int) -> list[PageOp]:
 def build(spec: RankSpec, loading: Progress | None) -> Rank:
     assert spec.model is not None
     kind, _, name = spec.model.partition(":")
+    if kind == "last":
+        kind, _, name = (name if spec.rank == spec.world_size - 1 else "recorder").partition(":")
     if loading is not None:
         loading(3, 4)
     if kind == "dies":
@@ -103,8 +107,8 @@ def build(spec: RankSpec, loading: Progress | None) -> Rank:
         pass
     if kind == "lazy":
         time.sleep(1.0)
-    if kind in ("recorder", "breaks", "busy", "lazy"):
-        return Recorder(breaks_at=1 if kind == "breaks" else -1)
+    if kind in ("recorder", "breaks", "busy", "lazy", "odd"):
+        return Recorder(breaks_at=1 if kind == "breaks" else -1, token=4 if kind == "odd" else 3)
     return _runner(spec, kind, name)
 
 

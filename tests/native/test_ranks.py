@@ -44,7 +44,9 @@ def divides(spec: ModelSpec, size: int) -> bool:
 class Ranked:
     """As `Paged`, on `size` ranks in threads."""
 
-    def __init__(self, spec: ModelSpec, weights: Any, size: int, *, threads: int, **how: Any) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Any, size: int, *, threads: int, sums: bool = False, **how: Any
+    ) -> None:  # fmt: skip
         memory = shared_memory(size)
         self.comms = [SharedComm(memory, rank, size, slot_bytes=4096, spin_us=20) for rank in range(size)]
         self.ranks, self.held = [], []
@@ -53,7 +55,7 @@ class Ranked:
             rank.groups, _ = ranked_groups(config_for(Knobs(ops="native", ranks=size)), spec, rank.groups)
             rank.planes = [_planes(g, 400, rank.block_size) for g in rank.groups]
             whole = rank.graph
-            rank.graph, rows = sharding.shard(whole, rank.groups, comm)
+            rank.graph, rows = sharding.shard(whole, rank.groups, comm, sums=sums)
             self.held.append((whole, rank.graph, rows))
             rank.on(NativeBackend(Pool(open_library(libraries()[ISAS[-1]]), threads, spin_us=5)))
             self.ranks.append(rank)
@@ -134,6 +136,32 @@ def test_H01_bytes_between_ranks_are_what_the_formula_says() -> None:
     exchange = ranked.comms[0].exchange
     assert [exchange.given(rank)[1] for rank in range(size)] == per_rank
     assert {exchange.given(rank)[0] for rank in range(size)} == {4 * len(mixers) + 1}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_mha", "llama_biased", "parallel", "sandwich", "slots"])
+def test_H01_sums_of_ranks_are_within_what_they_declare_and_two_exchanges_a_layer(name: str, size: int) -> None:
+    """Megatron's form: what attention read and the activation gave stays apart, a row of the residual goes round."""
+    spec, weights = weights_as(name, "float32")
+    if not divides(spec, size):
+        pytest.skip("heads do not divide")
+    alone = Paged(spec, weights)
+    alone.on(NativeBackend(Pool(open_library(libraries()[ISAS[-1]]), 1, spin_us=5)))
+    ranked = Ranked(spec, weights, size, threads=1, sums=True)
+    ids = [3 + i * 7 % 50 for i in range(12)]
+    want = np.array(alone.one_go("a", ids))
+    got = ranked.run({"a": (ids, range(12))})
+    for other in got:
+        assert np.array_equal(got[0]["a"], other["a"]), "all ranks have the same sum"
+        assert np.allclose(want, other["a"], rtol=0, atol=1e-4 * np.abs(want).max())
+    if name in ("llama_gqa", "llama_mha"):
+        layers, exchange = len(spec.layers), ranked.comms[0].exchange
+        first, last = sharding.even_ranges(spec.vocab_size, size, 5)[0]
+        gathers, given = exchange.given(0)
+        assert given == 4 * (size - 1) * 12 * (layers * 2 * spec.hidden_size + last - first)
+
+        assert gathers == 2 * layers + 1
+        assert not np.array_equal(want, got[0]["a"]), "the order of sums is another one"
 
 
 def test_more_columns_than_a_slot_holds_come_in_pieces_of_rows() -> None:

@@ -117,11 +117,11 @@ class Backend(Protocol):
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True, memory: WeightMemory | None = None,
+        copy: bool = True, memory: WeightMemory | None = None, part: str = "",
     ) -> WeightStore | None:  # fmt: skip
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 
         `num_bytes`: of all weights. `copy`: what is kept is read into memory; else it is mapped. `memory`: it is read
-        while it is used.
+        while it is used. `part`: which part of the model is kept, if not all.
         """
         ...

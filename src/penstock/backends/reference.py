@@ -77,7 +77,7 @@ class ReferenceBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True, memory: WeightMemory | None = None,
+        copy: bool = True, memory: WeightMemory | None = None, part: str = "",
     ) -> None:  # fmt: skip
         return None
 

@@ -102,7 +102,11 @@ def notes_of(preset: str) -> list[str]:
     notes = [f"not yet switched on: {', '.join([*absent, *found.lacks])}"] if absent or found.lacks else []
     if found.survey.get("offload") == _YES and _offload(from_kwargs(model="-", preset=preset)) == _NO:
         notes.append("nothing is offloaded without swap_space, kv_offload, weight_memory_bytes or memory_bytes")
-    return notes + [f"give {name}: {why}" for name, why in found.asks.items()]
+    asks = dict(found.asks)
+    for column, setting in PARALLEL.items():
+        if found.survey.get(column) == _YES and setting in SETTINGS:
+            asks[setting] = "over how many ranks; without it the model is on one"
+    return notes + [f"give {name}: {why}" for name, why in asks.items()]
 
 
 # -- the columns -------------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ ALIASES: dict[str, SameName] = {
     "model_id": SameName("model"),
     "hostname": SameName("host"),
     "max_batch_size": SameName("max_num_seqs"),
+    "num_shard": SameName("tensor_parallel_size"),
+    # vLLM's short forms, SGLang
+    "tp": SameName("tensor_parallel_size", ("-tp",)),
+    "tp_size": SameName("tensor_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -136,7 +140,6 @@ _add("use penstock --log-level debug COMMAND, or --stats with run", "verbose/-v"
 _add("ask for it in a request: response_format or structured_outputs", "json_schema grammar grammar_file")
 
 # --- not in this version
-_add("use tensor_parallel_size", "tp/-tp tp_size num_shard")
 _add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size ep_size "
      "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
 _add(

@@ -218,6 +218,7 @@ def model_of(
             moves=config.cache.kv_allocator == "modules",
         ),
         comm=comm,
+        sums=config.execution.tensor_parallel_sums,
     )  # fmt: skip
 
 
@@ -228,6 +229,13 @@ def comm_of(spec: RankSpec) -> Comm | None:
     from penstock.parallel.comm import SharedComm  # one rank needs no other
 
     return SharedComm(spec.exchange, spec.rank, spec.world_size)
+
+
+def shard_name(config: EngineConfig, comm: Comm) -> str:
+    """What a rank's packed weights are known by."""
+    from penstock.parallel.shard import LEAST_ROWS, UNIT
+
+    return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums}"
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

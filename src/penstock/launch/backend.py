@@ -98,16 +98,18 @@ def backend_of(config: EngineConfig) -> Backend:
     return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // config.execution.tensor_parallel_size))
 
 
-def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> WeightStore | None:
+def packed_weights(
+    config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend, part: str = ""
+) -> WeightStore | None:
     """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker, or where
-    other matrices are made of them than of the model by itself."""
+    other matrices are made of them than of the model by itself. `part`: see `Backend.store`."""
     keeping = keeping_of(config)
     if keeping is not None and keeping.ahead:
         return None
     files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
     return backend.store(
         files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes,
-        copy=plan.packed_weights == "copied", memory=weight_memory(config),
+        copy=plan.packed_weights == "copied", memory=weight_memory(config), part=part,
     )  # fmt: skip
 
 

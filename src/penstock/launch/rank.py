@@ -22,7 +22,7 @@ from penstock.families.checkpoint import Checkpoint, TokenizerFiles
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
 from penstock.formats.files import quoted
-from penstock.launch.assemble import comm_of, model_parts
+from penstock.launch.assemble import comm_of, model_parts, shard_name
 from penstock.launch.backend import backend_of, packed_weights
 from penstock.launch.drafts import OpenDraft, own_heads, reopened, runs_own_head
 from penstock.launch.parts import Parts, make_rank
@@ -161,7 +161,7 @@ def read_parts(
     needed = config.speculation is not None or config.selection is not None
     tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
     backend = backend_of(config)
-    packed = packed_weights(config, checkpoint, plan, backend) if comm is None else None
+    packed = packed_weights(config, checkpoint, plan, backend, "" if comm is None else shard_name(config, comm))
     if packed is not None and not keep and packed.matrices is None:
         packed = None
     skip = packed.names() if packed is not None else ()

@@ -147,7 +147,6 @@ def resolve(
     drafted = {g for draft in planned for g in draft.groups}
     own, why_ranks = ranked_groups(config, spec, [g for g in groups if g.index not in drafted])
     groups = (*own, *(g for g in groups if g.index in drafted))
-    decisions.extend(why_ranks)
     check_layerkv(config, groups, len(spec.layers))
     check_modules(config, spec, groups)
     all_weights = check_draft_weights(in_memory, planned, machine)
@@ -184,6 +183,9 @@ def resolve(
             "kv_cache_memory_bytes", kv_bytes,
             f"at most, taken a little ahead of use; the limit is {budget.why}",
         )  # fmt: skip
+    if (ranks := config.execution.tensor_parallel_size) > 1:
+        why = f"each holds about {gib(in_memory)} of weights, and up to {gib(kv_bytes)} of keys and values"
+        decisions.add("tensor_parallel_size", ranks, f"{why}; {why_ranks[0].why}")
     _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)
     return Plan(
         dtype=dtype,

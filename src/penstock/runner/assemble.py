@@ -35,7 +35,7 @@ class DecoderModel:
     Attributes:
         groups: where its layers cache (`model.builder.build`); the first of a rank's, if others follow.
         rotation, reading: see `build`.
-        comm: with the other ranks that have a part of it; None: this one has all.
+        comm: with the other ranks that have a part of it; None: this one has all. `sums`: see `parallel.shard`.
     """
 
     spec: ModelSpec
@@ -45,6 +45,7 @@ class DecoderModel:
     rotation: str = "none"
     reading: Reading = field(default=PLAIN)
     comm: Comm | None = None
+    sums: bool = False
 
     @cached_property
     def graph(self) -> Graph:
@@ -56,7 +57,7 @@ class DecoderModel:
             return graph
         from penstock.parallel.shard import shard  # one rank needs nobody
 
-        return shard(graph, self.groups, self.comm)[0]
+        return shard(graph, self.groups, self.comm, sums=self.sums)[0]
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",

@@ -62,7 +62,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
-        "ops": "auto", "device": "auto",
+        "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "tensor_parallel_sums": False,
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "memory_bytes": None, "offload_rates": "auto", "weight_memory_bytes": None, "weight_prefetch": 1,
@@ -358,7 +358,7 @@ def test_the_model_may_be_positional() -> None:
     [
         (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
         (["--dtype", "fp9"], "--dtype: must be one of"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: running one model on several devices"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size: running one model on several devices"),
         (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
         (["--context-length", "0"], "--context-length: must be at least 1, not 0"),
         (["-c", "9", "--max-model-len", "8"], "--ctx-size: is another engine's name for max_model_len, which is given"),

@@ -83,7 +83,9 @@ def test_where_the_survey_says_yes_the_settings_do_or_a_note_says_what_is_lackin
         if column == "iteration":
             assert columns[column].startswith(said)
         elif column in PARALLEL and said == "yes":
-            assert column in notes.partition("not yet switched on: ")[2]
+            absent = column in notes.partition("not yet switched on: ")[2]
+            assert absent != (f"give {PARALLEL[column]}: over how many ranks" in notes)
+            assert absent == (column == "pipeline parallel")
         elif column == "offload" and said == "yes":
             assert columns[column] != "no" or "nothing is offloaded without swap_space" in notes
         elif column == "offload":
@@ -122,4 +124,4 @@ def test_the_page_says_of_each_what_it_does_and_what_it_leaves_out() -> None:
     text = page([line], {"work": work, "rounds": 2, "machine": "M", "model": "nano"})
     assert "| orca | 1; 1.00 | 2; 1.00 | 3; 1.00 | 4; 1.00 | yes |" in text
     assert "`orca`: requests come and go at every step" in text
-    assert "Not yet switched on: tensor parallel, pipeline parallel." in text
+    assert "Not yet switched on: pipeline parallel. Give tensor_parallel_size: over how many ranks;" in text

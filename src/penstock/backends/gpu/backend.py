@@ -193,7 +193,7 @@ class TorchBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True, memory: WeightMemory | None = None,
+        copy: bool = True, memory: WeightMemory | None = None, part: str = "",
     ) -> None:  # fmt: skip
         return None
 

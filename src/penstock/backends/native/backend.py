@@ -116,12 +116,12 @@ class NativeBackend:
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
-        copy: bool = True, memory: WeightMemory | None = None,
+        copy: bool = True, memory: WeightMemory | None = None, part: str = "",
     ) -> PackedWeights | None:  # fmt: skip
         if num_bytes < SMALL_BYTES and memory is None:
             return None
         store, scheme = PackedStore(), parse_scheme(quantization)
-        key = weights_key(files, scheme, held, spec, self.row_bits, store.folder)
+        key = weights_key(files, scheme, held, spec, self.row_bits, store.folder, part)
         tables = [name for name in TABLES if name not in held.matrices or name in held.beside]
         if memory is None:
             return PackedWeights(store, key, tables, copy=copy, leave=self.leave is not None)

@@ -71,12 +71,13 @@ class PackedWeights:
 
 
 def weights_key(
-    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, row_bits: int, folder: Path | None = None
-) -> str:
+    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, row_bits: int,
+    folder: Path | None = None, part: str = "",
+) -> str:  # fmt: skip
     """What packed weights are kept under: the files they come from and what else decides their bytes.
 
     Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
-    `row_bits`: see `schemes.packing`.
+    `row_bits`: see `schemes.packing`. `part`: see `Backend.store`.
     """
     library = best_library()
     assert library is not None, "why_not has looked"
@@ -84,4 +85,4 @@ def weights_key(
     beside = {n: f for n, f in held.matrices.items() if not scheme.weight_bits or f != scheme.format}
     if beside:  # what becomes of codes
         identity += f" {row_bits} {sorted(beside.items())}"
-    return content_key(files, scheme.name, identity, folder=folder)
+    return content_key(files, scheme.name, f"{identity} {part}" if part else identity, folder=folder)

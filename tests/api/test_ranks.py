@@ -1,0 +1,100 @@
+"""H01: one model on several ranks, as people use it: `LLM`, with what may go together, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.base.errors import ConfigError
+from penstock.config import from_kwargs
+from penstock.core.machine import Machine
+from penstock.core.sampling import StructuredOutputs
+from penstock.launch.build import plan_of
+from penstock.ops.native.library import best_library
+from tests.api.conftest import bundled
+
+native = pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
+PROMPTS = ["Once upon a time", "The dog said that", "Once upon a time there was a cat. The cat"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, logprobs=3),
+    SamplingParams(temperature=1.1, seed=7, top_p=0.9, max_tokens=20, n=2, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1,
+                   structured_outputs=StructuredOutputs(regex="[a-m ]{8,}")),
+]  # fmt: skip
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prompts in pieces": {"max_num_batched_tokens": 7, "block_size": 4},
+    "8-bit keys and values": {"kv_cache_dtype": "int8"},
+    "weights of 8 bits": {"quantization": "int8-w8a8"},
+    "weights of 4 bits": {"quantization": "int4-wo"},
+    "suffix drafts": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    "layers skipped by drafts": {"speculative_config": {"method": "self-draft", "num_speculative_tokens": 2}},
+    "heads choose": {"kv_selector": "snapkv", "kv_budget": "50%"},
+    "pages chosen": {"kv_selector": "quest", "kv_budget": "50%"},
+    "a tight pool, swapped": {"num_gpu_blocks_override": 24, "block_size": 4, "swap_space": 0.1, "max_model_len": 64},
+    "hash, prefill first": {"prefix_cache": "hash", "scheduling_policy": "prefill-first"},
+}
+
+
+def said(**settings: Any) -> list[Any]:
+    llm = LLM(bundled(), ops="native", threads=1, **{"max_model_len": 128, **settings})
+    try:
+        outputs = [*llm.generate(PROMPTS, PARAMS), *llm.generate(PROMPTS, PARAMS)]  # the second time with hits
+    finally:
+        llm.engine.core.executor.close()
+    return [(o.token_ids, o.text, o.logprobs, o.finish_reason) for output in outputs for o in output.outputs]
+
+
+@native
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_H01_whatever_is_switched_on_the_tokens_are_those_of_one_rank(name: str) -> None:
+    settings = COMBINATIONS[name]
+    assert said(**settings, tensor_parallel_size=2) == said(**settings)
+
+
+@native
+def test_more_ranks_share_out_heads_of_keys_too() -> None:
+    alone = said()
+    for size in (3, 6):
+        assert said(tensor_parallel_size=size) == alone, size
+
+
+@native
+def test_each_rank_has_its_heads_of_keys_and_values_and_the_plan_says_so() -> None:
+    machine = Machine(num_cores=4, memory_bytes=8 << 30, available_bytes=8 << 30)
+    alone, three = (
+        plan_of(from_kwargs(model=bundled(), ops="native", num_gpu_blocks_override=64, tensor_parallel_size=n), machine)
+        for n in (1, 3)
+    )
+    assert three.kv_bytes * 3 == alone.kv_bytes
+    (decision,) = (d for d in three.decisions if d.name == "tensor_parallel_size")
+    assert decision.value == 3
+    assert "each rank keeps its own heads of" in decision.why
+    assert "tensor_parallel_size" not in {d.name for d in alone.decisions}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tensor_parallel_size": 4},
+        "tensor_parallel_size: 4 ranks cannot share out 6 attention heads evenly; use 3 or 6",
+    ),
+    ({"tensor_parallel_size": 16}, "16 ranks cannot share out 6 attention heads evenly; use 6"),
+    ({"tensor_parallel_size": 2, "ops": "ref"}, "tensor_parallel_size: only native kernels run on several ranks"),
+    ({"tensor_parallel_size": 2, "depth": 2}, "depth: it does not go together with tensor_parallel_size 2 yet"),
+    ({"tensor_parallel_size": 2, "kv_offload": "disk:/tmp/x"}, "kv_offload: it does not go together"),
+    ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora: it does not go together"),
+    ({"tensor_parallel_sums": True}, "tensor_parallel_sums: one rank has nothing to add up"),
+    ({"tensor_parallel_size": 2, "tensor_parallel_sums": True, "quantization": "int8-wo"}, "is for plain weights"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be at least 1"),
+]
+
+
+@native
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_what_cannot_be_shared_out_is_one_sentence(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(bundled(), **settings)
+    assert words in str(caught.value)
+    assert str(caught.value).count("\n") == 0
