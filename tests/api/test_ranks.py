@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, LoRARequest, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
 from penstock.core.sampling import StructuredOutputs
 from penstock.launch.build import plan_of
 from penstock.ops.native.library import best_library
+from tests.adapting import nano, nano_folder
 from tests.api.conftest import bundled
 
 native = pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
@@ -55,6 +57,28 @@ def test_H01_whatever_is_switched_on_the_tokens_are_those_of_one_rank(name: str)
 
 
 @native
+@pytest.mark.parametrize("quantization", ["none", "int8-wo"])
+def test_rows_with_adapters_have_their_tokens_on_ranks_too(tmp_path: Path, quantization: str) -> None:
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for i in range(3):
+        nano_folder(tmp_path / str(i), i, targets=targets)
+    asked = [None, *(LoRARequest(f"a{i}", i + 1, str(tmp_path / str(i))) for i in range(3))]
+    found = []
+    for size in (1, 2, 3):
+        llm = LLM(
+            nano(), ops="native", threads=1, max_model_len=128, enable_lora=True, max_loras=2, max_cpu_loras=2,
+            quantization=quantization, tensor_parallel_size=size, lora_memory=1.0,
+        )  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+        outputs = llm.generate([PROMPTS[0]] * 4, params, lora_request=asked)
+        llm.engine.core.executor.close()
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert len({tuple(ids) for ids, _ in found[0]}) > 2, "adapters change something"
+
+
+@native
 def test_more_ranks_share_out_heads_of_keys_too() -> None:
     alone = said()
     for size in (3, 6):
@@ -84,8 +108,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 2, "ops": "ref"}, "tensor_parallel_size: only native kernels run on several ranks"),
     ({"tensor_parallel_size": 2, "depth": 2}, "depth: it does not go together with tensor_parallel_size 2 yet"),
     ({"tensor_parallel_size": 2, "kv_offload": "disk:/tmp/x"}, "kv_offload: it does not go together"),
-    ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora: it does not go together"),
-    ({"tensor_parallel_sums": True}, "tensor_parallel_sums: one rank has nothing to add up"),
+    (
+        {"tensor_parallel_size": 2, "enable_lora": True, "tensor_parallel_sums": True},
+        "ranks would have sums of parts",
+    ),
+    ({"tensor_parallel_size": 2, "finetune_root": "/tmp"}, "finetune_root"),
     ({"tensor_parallel_size": 2, "tensor_parallel_sums": True, "quantization": "int8-wo"}, "is for plain weights"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be at least 1"),
 ]

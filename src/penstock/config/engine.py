@@ -505,11 +505,6 @@ class EngineConfig:
             )
         if self.execution.tensor_parallel_size > 1:
             self._check_ranks()
-        elif self.execution.tensor_parallel_sums:
-            raise ConfigError(
-                "tensor_parallel_sums: one rank has nothing to add up; give tensor_parallel_size, or leave it away",
-                field="tensor_parallel_sums",
-            )
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:
@@ -521,6 +516,12 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """What one rank does beside its steps, by a clock of its own, others would not do in the same step."""
+        if self.execution.tensor_parallel_sums and self.lora.enable_lora:
+            raise ConfigError(
+                "tensor_parallel_sums: adapters change whole outputs of products, and ranks would have sums of parts; "
+                "leave one of both away",
+                field="tensor_parallel_sums",
+            )
         if self.execution.tensor_parallel_sums and self.model.quantization != "none":
             raise ConfigError(
                 f"tensor_parallel_sums: it is for plain weights, and quantization {self.model.quantization} rounds "
@@ -533,7 +534,7 @@ class EngineConfig:
             "memory_bytes": run.memory_bytes is not None, "expert_memory_bytes": run.expert_memory_bytes is not None,
             "packed_weights": run.packed_weights not in ("auto", "copied"),
             "kv_offload": offload_of(cache.kv_offload) is not None,
-            "kv_allocator": cache.kv_allocator != "paged", "enable_lora": self.lora.enable_lora,
+            "kv_allocator": cache.kv_allocator != "paged", "finetune_root": self.lora.finetune_root is not None,
             "device": run.device not in ("auto", "cpu"),
         }  # fmt: skip
         for name in (name for name, is_given in given.items() if is_given):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backends.backend import AdapterRoom, Backend, WeightStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
+from penstock.core.adapter import AdapterRef
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
 from penstock.drafters.bench import Target
@@ -28,6 +29,7 @@ from penstock.launch.parts import Load, Parts, make_rank
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
 from penstock.launch.speculation import DraftMeans, make_controller, num_drafts
 from penstock.model.forward import Forward
+from penstock.ops.adapters import LowRank
 from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
 from penstock.plan.adapters import adapter_units
@@ -173,6 +175,8 @@ def model_parts(
     model = model_of(config, spec, weights, plan, comm)
     if packed is not None:
         packed.prepare(model.graph)
+    if comm is not None and load_adapter is not None:
+        load_adapter = _own_rows(load_adapter, model.rows)
     forward = model.on(
         backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
         rank_groups=plan.groups, matrices=None if packed is None else packed.matrices,
@@ -199,6 +203,16 @@ def model_parts(
         part=lambda layers: model.part(backend, forward, layers, max_tokens=plan.max_num_batched_tokens),
         load_adapter=load_adapter,
     )
+
+
+def _own_rows(load: Load, rows: Mapping[str, tuple[int, int]]) -> Load:
+    """Of adapters what a rank needs: the outputs that it has of each product."""
+    from penstock.parallel.shard import outputs_of  # one rank has all
+
+    def own(ref: AdapterRef) -> Mapping[str, LowRank]:
+        return {name: outputs_of(part, *rows[name]) if name in rows else part for name, part in load(ref).items()}
+
+    return own
 
 
 def adapter_room(config: EngineConfig) -> AdapterRoom | None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.graph import Graph, Node, Value, result_of
+from penstock.ops.adapters import LowRank, Rescaled
 from penstock.ops.stored import StoredMatrix, Weight
 from penstock.parallel.comm import Comm
 
@@ -68,6 +69,21 @@ def head_ranges(num_heads: int, dim: int, size: int) -> Ranges:
 def rows_of(weight: Weight, first: int, last: int) -> Weight:
     """Rows first ... last - 1 of a matrix [N, K], as it is: nothing is read, decoded or rounded."""
     return weight.rows(first, last) if isinstance(weight, StoredMatrix) else weight[first:last]
+
+
+def outputs_of(part: LowRank, first: int, last: int) -> LowRank:
+    """What an adapter does to outputs first ... last - 1 of a product."""
+    codes = part.codes
+    if isinstance(codes, Rescaled):
+        matrix, bias = codes.matrix, codes.bias
+        codes = Rescaled(
+            codes.scales[first:last], None if matrix is None else matrix.rows(first, last),
+            None if bias is None else bias[first:last],
+        )  # fmt: skip
+    elif codes is not None:
+        codes = codes.rows(first, last)
+    gain, shift = (None if v is None else v[first:last] for v in (part.gain, part.shift))
+    return part._replace(b=np.ascontiguousarray(part.b[first:last]), gain=gain, shift=shift, codes=codes)
 
 
 class _Shard:

@@ -47,17 +47,26 @@ class DecoderModel:
     comm: Comm | None = None
     sums: bool = False
 
-    @cached_property
+    @property
     def graph(self) -> Graph:
+        return self._part[0]
+
+    @property
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """The rows of each weight that this rank has, where it has not all of them."""
+        return self._part[1]
+
+    @cached_property
+    def _part(self) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
         graph = build(
             self.spec, self.weights, self.groups, max_model_len=self.max_model_len, rotation=self.rotation,
             reading=self.reading,
         )  # fmt: skip
         if self.comm is None:
-            return graph
+            return graph, {}
         from penstock.parallel.shard import shard  # one rank needs nobody
 
-        return shard(graph, self.groups, self.comm, sums=self.sums)[0]
+        return shard(graph, self.groups, self.comm, sums=self.sums)
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",
