@@ -145,6 +145,23 @@ def test_a_folder_with_weights_is_checked_as_it_is_before_a_run(folder: Path) ->
     assert plan(str(folder / "config.json")).returncode == 0, "the config alone can still be planned for"
 
 
+def test_a_plan_for_several_devices(folder: Path) -> None:
+    args = (str(folder), "--device", "l4", "--devices", "4", "--link-bandwidth", "16g", "--link-latency-us", "20")
+    done = plan(*args)
+    assert done.returncode == 0, done.stderr
+    for words in ("of 4 x l4 with 22.5 GiB each", "on the wire", "tokens/s: a batch of 64", "Limit: ", "not measured"):
+        assert words in " ".join(done.stdout.split()), words
+    found = as_json(*args, "--context", "400", "--max-num-seqs", "9")
+    assert found["load"] == {"prompt": 300, "output": 100, "waiting": 9}
+    assert found["stages"][-1]["last"] == 2
+    assert found["tokens_per_s"] == pytest.approx(found["batch"] / found["step_s"])
+    refused = plan(*args, "--device-memory", "100")
+    assert refused.returncode == 1
+    assert "no plan fits: on 4 devices of 100 bytes" in refused.stderr
+    assert "--devices: must be at least 1, not 0" in plan(*args[:-6], "--devices", "0").stderr
+    assert "every 1e-06 s" in plan(*args, "--max-token-ms", "0.001").stderr
+
+
 def test_a_llama2c_model() -> None:
     r = as_json(str(shared("models", "stories260K")))
     assert (r["family"], r["num_params"], r["longest_context"]) == ("llama", 260_032, 512)
