@@ -41,7 +41,7 @@ def ranks_of(engine: Running) -> list[int]:
     return sorted(found)
 
 
-@within(240)
+@within(240 + 5 * KILLS)
 async def test_H01_streams_survive_kills_of_any_rank_unchanged() -> None:
     """Seeded; PENSTOCK_RANK_KILLS says how many."""
     rng = random.Random(SEED)

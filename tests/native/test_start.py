@@ -115,6 +115,7 @@ def test_doctor_says_whether_the_next_start_finds_packed_weights(
     assert re.search("packed_weights . copied", before)
     assert "rounds activations to 8 bits with a scale per 32 or 64 or 128 inputs" in before
     assert "(0 bytes now)" in before
+    assert "--tensor-parallel-size 2, 3, 6; with 2 each holds about" in before
     start()
     after = doctor()
     assert re.search("packed_file . there", after)

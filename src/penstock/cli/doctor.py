@@ -210,6 +210,7 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.plan.experts import expert_sizes
     from penstock.plan.flops import num_active_params
     from penstock.plan.memory import gib
+    from penstock.plan.ranks import possible_sizes
 
     path = config.model.model
     checkpoint = open_model(local_path(path))
@@ -227,6 +228,13 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
         f"Beside other models (penstock serve --model NAME={path}) it takes {gib(plan.weight_bytes)} of weights and "
         f"{gib(plan.kv_bytes)} for KV while it is in memory.", highlight=False, markup=False,
     )  # fmt: skip
+    sizes = [n for n in possible_sizes(spec) if n > 1]
+    if sizes:
+        fits = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+        console.print(
+            f"Over processes of this machine: --tensor-parallel-size {fits}; with {sizes[0]} each holds about "
+            f"{gib(-(-plan.weight_bytes // sizes[0]))} of weights.", highlight=False, markup=False,
+        )  # fmt: skip
     total, least = expert_sizes(spec, plan.held)
     if total:
         console.print(

@@ -14,15 +14,26 @@ from penstock.core.kv_codec import KV_CODECS, scales_name
 from penstock.core.machine import Machine
 from penstock.core.model_spec import Attention, ModelSpec
 
+MOST_RANKS = 64
+
+
+def _heads(spec: ModelSpec) -> set[int]:
+    return {layer.mixer.num_heads for layer in spec.layers if isinstance(layer.mixer, Attention)}
+
+
+def possible_sizes(spec: ModelSpec) -> list[int]:
+    """Numbers of ranks that share out the model's attention heads evenly, 1 among them; all up to `MOST_RANKS` for a
+    model without any."""
+    heads = _heads(spec)
+    return [n for n in range(1, min(heads, default=MOST_RANKS) + 1) if all(h % n == 0 for h in heads)]
+
 
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError, with the nearest that do, for a number of ranks that does not divide the model's heads."""
-    size = config.execution.tensor_parallel_size
-    heads = {layer.mixer.num_heads for layer in spec.layers if isinstance(layer.mixer, Attention)}
+    size, heads = config.execution.tensor_parallel_size, _heads(spec)
     if size == 1 or all(n % size == 0 for n in heads):
         return
-    most = min(heads)
-    fit = [n for n in range(1, most + 1) if all(h % n == 0 for h in heads)]
+    fit = possible_sizes(spec)
     below, above = max(n for n in fit if n < size), next((n for n in fit if n > size), None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     counted = " and ".join(map(str, sorted(heads)))
