@@ -22,6 +22,7 @@ from tests.engine.test_laws_models import CONTROLS, draw_knobs, reach_of, worklo
 from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_laws import expected
 from tests.native.test_model import NATIVE, weights_as
+from tests.native.test_stored import model as stored_model
 from tests.paged import Paged, _planes
 from tests.sampled import draws
 
@@ -97,6 +98,21 @@ def test_H01_logits_and_pages_are_those_of_one_rank(name: str, size: int) -> Non
                 heads, held = array.shape[-2], parts[plane].shape[-2]
                 first = 0 if held == heads else rank * heads // size
                 assert np.array_equal(array[..., first : first + held, :], parts[plane], equal_nan=True), (group, plane)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_H01_stored_formats_are_shared_out_by_rows(tied: bool, size: int) -> None:
+    """Codes of many formats, groups over inputs, blocks of rows and orders of inputs among them: nothing is rounded."""
+    spec, weights = stored_model(tied)
+    alone = Paged(spec, weights)
+    alone.on(NativeBackend(Pool(open_library(libraries()[ISAS[-1]]), 1, spin_us=5)))
+    ranked = Ranked(spec, weights, size, threads=1)
+    ids = [3 + i * 7 % 140 for i in range(20)]
+    for chunk in (ids[:13], ids[13:14], ids[14:]):
+        want = np.array(alone.one_go("a", chunk))
+        for got in ranked.run({"a": (chunk, range(len(chunk)))}):
+            assert np.array_equal(want, got["a"])
 
 
 def test_H01_ranks_have_a_part_of_the_weights_each() -> None:

@@ -94,6 +94,7 @@ class _Shard:
         self.nodes: list[Node] = []
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of each weight that this rank has, where it has not all of them."""
+        self._tables = {node.weights[0] for node in graph.nodes if node.op == "embed"}
         self._split = split_groups(graph, groups)
         self._wanted = self._head_products()
 
@@ -207,7 +208,10 @@ class _Shard:
         weight, *bias = node.bound
         self.rows[node.weights[0]] = (first, last)
         bound = (rows_of(weight, first, last), *(None if b is None else b[first:last] for b in bias))
-        self._add(node, [self.whole(node.inputs[0])], ranges, bound=bound)
+        name, *more = node.weights
+        if name in self._tables:  # looked up whole, too: another matrix
+            name = "own." + name
+        self._add(node, [self.whole(node.inputs[0])], ranges, bound=bound, weights=(name, *more))
 
     def _partial_sums(self, node: Node) -> bool:
         """The product by this rank's inputs alone, and the sum of all ranks'; False if its inputs are not apart."""

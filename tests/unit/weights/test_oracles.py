@@ -161,6 +161,28 @@ def test_values_are_those_of_the_library(case: tuple[str, Stored, Path]) -> None
         np.testing.assert_array_equal(held.take(np.array([7, 0, 7])), decoded[[7, 0, 7]])
 
 
+def test_a_run_of_rows_is_a_matrix_of_its_own(case: tuple[str, Stored, Path]) -> None:
+    """What a rank has of a matrix: the same codes, scales and zeros, also of a run of a run."""
+    held = kept(case[2])[LOGICAL]
+    if not isinstance(held, StoredMatrix):
+        return
+    low, high = 1, held.shape[0] - 1
+    inner = held.rows(low, high)
+    for first, last, part in ((low, high, inner), (low + 2, low + 6, inner.rows(2, 6))):
+        assert part.shape == (last - first, held.shape[1])
+        assert part.size == (last - first) * held.shape[1]
+        np.testing.assert_array_equal(part.values(), held.values(first, last))
+        np.testing.assert_array_equal(part.values(1, 3), held.values(first + 1, first + 3))
+        np.testing.assert_array_equal(part.take(np.array([2, 0])), held.take(np.array([first + 2, first])))
+        np.testing.assert_array_equal(part.codes(0, 2), held.codes(first, first + 2))
+        for a, b in zip(part.scales(1, 4), held.scales(first + 1, first + 4), strict=True):
+            np.testing.assert_array_equal(a, b)
+        if held.format.zeros:
+            for a, b in zip(part.zeros(1, 4), held.zeros(first + 1, first + 4), strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert part.fault() is None
+
+
 def test_what_a_description_says_makes_the_same_values(case: tuple[str, Stored, Path]) -> None:
     """Codes, scales and zeros as those who pack them are given them, and nothing else."""
     name, _, folder = case
