@@ -1,4 +1,4 @@
-"""One model over several ranks, each in a process of its own; with one rank, as `multiproc`.
+"""One model over several ranks, each in a process of its own.
 
 Every rank is given every step and decides everything by itself: who is sampled, which drafts are right, what is kept.
 All of them compute with the same numbers (`parallel.shard`), so all decide the same; what they say is compared, and
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from penstock.base.errors import EngineError, PenstockError
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.protocols import Executor
-from penstock.core.weight_swap import WeightFacts
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import COMMAND, MultiprocExecutor
 from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
@@ -49,26 +48,21 @@ class RanksExecutor(Executor):
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
         box: BlackBox | None = None, command: Sequence[str] = COMMAND,
     ) -> None:  # fmt: skip
-        size = spec.config.get("tensor_parallel_size") or 1
+        size = spec.config["tensor_parallel_size"]
         self.depth = depth
-        self._ranks: list[MultiprocExecutor] = []
-        memory = shared_memory(size) if size > 1 else -1
+        memory = shared_memory(size)
 
         def start(rank: int) -> MultiprocExecutor:
             own = replace(spec, rank=rank, world_size=size, exchange=memory)
             return MultiprocExecutor(
                 own, depth=depth, loading=loading if rank == 0 else None, box=box if rank == 0 else None,
-                command=command, inherits=() if memory < 0 else (memory,),
+                command=command, inherits=(memory,),
             )  # fmt: skip
 
         try:
-            if size == 1:
-                self._ranks = [start(0)]
-            else:
-                self._ranks = _together(start, size)
+            self._ranks = _together(start, size)
         finally:
-            if memory >= 0:
-                os.close(memory)
+            os.close(memory)
         self.packed_file = self._ranks[0].packed_file
 
     def submit(self, output: SchedulerOutput) -> None:
@@ -77,9 +71,6 @@ class RanksExecutor(Executor):
 
     def collect(self) -> StepOutput:
         """Raises also EngineError if ranks say different things."""
-        lead, *others = self._ranks
-        if not others:
-            return lead.collect()
         try:
             self._await_all()
             return agreed([rank.collect() for rank in self._ranks])
@@ -112,14 +103,6 @@ class RanksExecutor(Executor):
     def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
         for rank in self._ranks:
             rank.prepare(grammar, param)
-
-    def ready_weights(self, path: str) -> WeightFacts:
-        if len(self._ranks) > 1:
-            return super().ready_weights(path)
-        return self._ranks[0].ready_weights(path)
-
-    def switch_weights(self) -> float:
-        return max(rank.switch_weights() for rank in self._ranks)
 
     def spoil(self) -> None:
         for rank in self._ranks:
@@ -160,7 +143,6 @@ class ThreadRanks(Executor):
             self.runners[0].watch(box.progress_address)
         self._running: list[Future[StepOutput]] = []
         self.packed_file = self.runners[0].packed_file
-        self._wire = spec.wire
 
     @property
     def runner(self) -> Rank:

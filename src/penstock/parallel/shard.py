@@ -90,7 +90,6 @@ class _Shard:
     def __init__(self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool) -> None:
         self._graph, self._comm, self._sums = graph, comm, sums
         self._made: dict[int, _Made] = {}
-        self._gathers: list[Node] = []
         self.nodes: list[Node] = []
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of each weight that this rank has, where it has not all of them."""
