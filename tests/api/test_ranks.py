@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock import LLM, LoRARequest, SamplingParams
@@ -16,6 +17,7 @@ from penstock.launch.build import plan_of
 from penstock.ops.native.library import best_library
 from tests.adapting import nano, nano_folder
 from tests.api.conftest import bundled
+from tests.api.watch import grown, scrape, small
 
 native = pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
 PROMPTS = ["Once upon a time", "The dog said that", "Once upon a time there was a cat. The cat"]
@@ -82,6 +84,20 @@ def test_rows_with_adapters_have_their_tokens_on_ranks_too(tmp_path: Path, quant
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert len({tuple(ids) for ids, _ in found[0]}) > 2, "adapters change something"
+
+
+@native
+def test_what_ranks_give_each_other_is_counted() -> None:
+    with small(ops="native", tensor_parallel_size=3, threads=1, engine_in_process=True) as live:
+        before = scrape(live.url)
+        body = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        assert httpx.post(live.url + "/v1/completions", json=body, timeout=60).status_code == 200
+        more = grown(before, scrape(live.url))
+    # What attention gave and activations; products with fewer than 128 outputs a rank run whole. Logits besides.
+    layers, steps = 6, 5
+    assert more["penstock:rank_exchanges_total"] == steps * (2 * layers + 1)
+    row = 4 * 2 * (layers * (192 + 512) + 4096)  # bytes, to two others
+    assert steps * row < more["penstock:rank_bytes_total"] < (steps + 10) * row
 
 
 @native

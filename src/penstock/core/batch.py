@@ -199,8 +199,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     verified: list[Verified] = []
     draft_s: float = 0.0
     selected: list[Selected] = []
-    moves: dict[int, bool] = {}
-    """Loads that have ended (`move` of their LoadOps), once each. False: not what was stored, what was read is void."""
+    moves: dict[
+        int, bool
+    ] = {}  # loads that have ended (`move` of their LoadOps), once each; False: what was read is void
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
     chosen: tuple[int, int] = (0, 0)  # tokens of kv heads that were read by choice, and that were there
     misses: dict[str, int] = {}  # blocks of tiers outside that could not be read, by tier and reason ("remote:slow")
@@ -209,3 +210,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     experts: tuple[float, ...] = ()  # of `core.events.EXPERT_COUNTS`, where experts are not all in memory
     adapters: tuple[int, int, int, float] | None = None  # see `RankAdapters.counts`
     keys: tuple[int, int] = (0, 0)  # tokens of kv heads that attention read, and as many more had none been shared
+    ranks: tuple[int, int] = (0, 0)  # exchanges of several ranks in this step, and bytes that they gave each other

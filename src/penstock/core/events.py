@@ -124,6 +124,9 @@ class EngineStats(ExpertCounts):
     num_keys_read: int = 0
     """Tokens of a layer's kv head that attention read; `num_keys_shared`: as many more, had none been shared."""
     num_keys_shared: int = 0
+    num_exchanges: int = 0
+    """Of the ranks of a model; `num_rank_bytes`: what they gave each other, counted once for each that got it."""
+    num_rank_bytes: int = 0
     num_weight_bytes: int = 0
     """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
     weight_wait_s: float = 0.0
@@ -162,8 +165,10 @@ class EngineStats(ExpertCounts):
     def ran(
         self, late: int, chosen: int, choosable: int, weights: int, waited_s: float, experts: Sequence[float] = (),
         adapters: tuple[int, int, int, float] | None = None, keys: tuple[int, int] = (0, 0),
+        ranks: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        """A step: `num_late`, `chosen`, `weights`, `experts`, `adapters` and `keys` of its `StepOutput`."""
+        """A step: `num_late`, `chosen`, `weights`, `experts`, `adapters`, `keys` and `ranks` of its `StepOutput`."""
+        self.num_exchanges, self.num_rank_bytes = self.num_exchanges + ranks[0], self.num_rank_bytes + ranks[1]
         self.num_keys_read, self.num_keys_shared = self.num_keys_read + keys[0], self.num_keys_shared + keys[1]
         for name, more in zip(EXPERT_COUNTS, experts, strict=False):
             setattr(self, name, getattr(self, name) + more)

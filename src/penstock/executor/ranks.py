@@ -21,7 +21,7 @@ from penstock.core.protocols import Executor
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import COMMAND, MultiprocExecutor
 from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
-from penstock.parallel.comm import shared_memory
+from penstock.parallel.comm import SharedComm, shared_memory
 
 
 class Said(NamedTuple):
@@ -36,6 +36,22 @@ class Said(NamedTuple):
     @classmethod
     def of(cls, output: StepOutput) -> Said:
         return cls(output.sampled, output.verified, output.errors, output.ended, output.selected)
+
+
+class Exchanged:
+    """What ranks count of their exchanges, step by step."""
+
+    def __init__(self, memory: int, size: int) -> None:
+        """`memory`: see `parallel.comm.shared_memory`; it stays the caller's."""
+        self._shared, self._size = SharedComm(memory, 0, size).exchange, size
+        self._had = (0, 0)
+
+    def told(self, result: StepOutput) -> StepOutput:
+        """The result with those of its step."""
+        given = [self._shared.given(rank) for rank in range(self._size)]
+        now, had = (given[0][0], sum(num_bytes for _, num_bytes in given)), self._had
+        self._had = now
+        return replace(result, ranks=(now[0] - had[0], now[1] - had[1]))
 
 
 class RanksExecutor(Executor):
@@ -60,6 +76,7 @@ class RanksExecutor(Executor):
             )  # fmt: skip
 
         try:
+            self._exchanged: Exchanged | None = Exchanged(memory, size)
             self._ranks = _together(start, size)
         finally:
             os.close(memory)
@@ -73,10 +90,11 @@ class RanksExecutor(Executor):
         """Raises also EngineError if ranks say different things."""
         try:
             self._await_all()
-            return agreed([rank.collect() for rank in self._ranks])
+            result = agreed([rank.collect() for rank in self._ranks])
         except PenstockError:
             self.close()
             raise
+        return result if self._exchanged is None else self._exchanged.told(result)
 
     def _await_all(self) -> None:
         """Until every rank has answered. Raises what broke one of them: the others would wait for it for ever."""
@@ -113,6 +131,7 @@ class RanksExecutor(Executor):
             rank.check()
 
     def close(self) -> None:
+        self._exchanged = None
         for rank in self._ranks:
             rank.close()
 
@@ -131,6 +150,7 @@ class ThreadRanks(Executor):
         size = spec.config["tensor_parallel_size"]
         self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
         memory = shared_memory(size)
+        self._exchanged = Exchanged(memory, size)
         try:
             begun = [
                 thread.submit(build, replace(spec, rank=rank, world_size=size, exchange=memory), None)
@@ -156,7 +176,7 @@ class ThreadRanks(Executor):
 
     def collect(self) -> StepOutput:
         running, self._running = self._running, []
-        return agreed([future.result() for future in running])
+        return self._exchanged.told(agreed([future.result() for future in running]))
 
     def back(self, num_slabs: Sequence[int]) -> None:
         for rank in self.runners:
