@@ -38,6 +38,14 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "heads choose": {"kv_selector": "snapkv", "kv_budget": "50%"},
     "pages chosen": {"kv_selector": "quest", "kv_budget": "50%"},
     "a tight pool, swapped": {"num_gpu_blocks_override": 24, "block_size": 4, "swap_space": 0.1, "max_model_len": 64},
+    "cached blocks go to the host": {
+        "num_gpu_blocks_override": 24,
+        "block_size": 4,
+        "swap_space": 0.1,
+        "max_model_len": 64,
+        "enable_hierarchical_cache": True,
+    },
+    "two steps in flight": {"depth": 2, "max_num_batched_tokens": 16},
     "hash, prefill first": {"prefix_cache": "hash", "scheduling_policy": "prefill-first"},
 }
 
@@ -128,7 +136,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel_size": 16}, "16 ranks cannot share out 6 attention heads evenly; use 6"),
     ({"tensor_parallel_size": 2, "ops": "ref"}, "tensor_parallel_size: only native kernels run on several ranks"),
-    ({"tensor_parallel_size": 2, "depth": 2}, "depth: it does not go together with tensor_parallel_size 2 yet"),
     ({"tensor_parallel_size": 2, "kv_offload": "disk:/tmp/x"}, "kv_offload: it does not go together"),
     (
         {"tensor_parallel_size": 2, "enable_lora": True, "tensor_parallel_sums": True},

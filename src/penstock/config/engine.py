@@ -530,7 +530,7 @@ class EngineConfig:
             )
         run, cache = self.execution, self.cache
         given = {
-            "depth": run.depth > 1, "weight_memory_bytes": run.weight_memory_bytes is not None,
+            "weight_memory_bytes": run.weight_memory_bytes is not None,
             "memory_bytes": run.memory_bytes is not None, "expert_memory_bytes": run.expert_memory_bytes is not None,
             "packed_weights": run.packed_weights not in ("auto", "copied"),
             "kv_offload": offload_of(cache.kv_offload) is not None,
