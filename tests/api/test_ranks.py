@@ -95,6 +95,30 @@ def test_rows_with_adapters_have_their_tokens_on_ranks_too(tmp_path: Path, quant
 
 
 @native
+def test_blocks_on_the_disk_are_a_ranks_own_and_outlive_it(tmp_path: Path) -> None:
+    prompt = "Once upon a time there was a little girl named Lily. She loved to play outside in the park. " * 3
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found, hits = [], []
+    for size in (1, 3, 3):
+        llm = LLM(
+            bundled(), ops="native", threads=1, max_model_len=128, block_size=8, tensor_parallel_size=size,
+            kv_offload=f"disk:{tmp_path / f'kv{size}'},1GiB", kv_load_policy="wait",
+        )  # fmt: skip
+        (output,) = llm.generate([prompt], params)
+        found.append(output.outputs[0].token_ids)
+        hits.append(output.num_cached_tokens)
+        for _ in range(20):  # what waits is written
+            llm.generate(["x"], SamplingParams(max_tokens=1))
+        llm.engine.core.executor.close()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 40, "the second engine on three ranks has what the first one wrote"
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["kv1", "kv3", "kv3.rank1of3", "kv3.rank2of3"]
+
+
+@native
 def test_what_ranks_give_each_other_is_counted() -> None:
     with small(ops="native", tensor_parallel_size=3, threads=1, engine_in_process=True) as live:
         before = scrape(live.url)
@@ -136,7 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel_size": 16}, "16 ranks cannot share out 6 attention heads evenly; use 6"),
     ({"tensor_parallel_size": 2, "ops": "ref"}, "tensor_parallel_size: only native kernels run on several ranks"),
-    ({"tensor_parallel_size": 2, "kv_offload": "disk:/tmp/x"}, "kv_offload: it does not go together"),
+    ({"tensor_parallel_size": 2, "kv_offload": "tcp:127.0.0.1:9"}, "kv_offload: it does not go together"),
     (
         {"tensor_parallel_size": 2, "enable_lora": True, "tensor_parallel_sums": True},
         "ranks would have sums of parts",

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.base.errors import CapacityError, EngineError, RankGoneError, UnsupportedError
+from penstock.core.batch import StepOutput
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.ranks import RanksExecutor
+from penstock.executor.ranks import Moves, RanksExecutor
 from tests import ranks
 from tests.conformance.test_executor import full_step, lasting, run, spec_of, until_it_raises
 from tests.engine.processes import is_gone, num_fds
@@ -96,3 +97,11 @@ def test_the_lead_counts_and_weights_of_several_are_not_swapped() -> None:
         assert box.signs[1] >= 41
         with pytest.raises(UnsupportedError, match="cannot be swapped"):
             executor.ready_weights("elsewhere")
+
+
+def test_a_load_has_ended_when_it_has_on_all_ranks_and_was_good_if_it_was_on_all() -> None:
+    """Each reads at its own pace; the steps in which they tell it need not be the same."""
+    moves = Moves(2)
+    steps = [({1: True, 2: True}, {2: True}), ({}, {3: False}), ({3: True}, {1: True}), ({4: True}, {4: False})]
+    told = [moves.ended([StepOutput(i, moves=move) for move in both]) for i, both in enumerate(steps)]
+    assert told == [{2: True}, {}, {1: True, 3: False}, {4: False}]

@@ -38,6 +38,23 @@ class Said(NamedTuple):
         return cls(output.sampled, output.verified, output.errors, output.ended, output.selected)
 
 
+class Moves:
+    """Ranks write and read at their own pace: the end of a load is told when all ranks have told it, and it was good if
+    it was for all."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._told: dict[int, list[bool]] = {}
+
+    def ended(self, said: Sequence[StepOutput]) -> dict[int, bool]:
+        """Of what all ranks say of a step, what has ended for all of them."""
+        for output in said:
+            for move, good in output.moves.items():
+                self._told.setdefault(move, []).append(good)
+        whole = [move for move, goods in self._told.items() if len(goods) == self._size]
+        return {move: all(self._told.pop(move)) for move in whole}
+
+
 class Exchanged:
     """What ranks count of their exchanges, step by step."""
 
@@ -66,6 +83,7 @@ class RanksExecutor(Executor):
     ) -> None:  # fmt: skip
         size = spec.config["tensor_parallel_size"]
         self.depth = depth
+        self._moves = Moves(size)
         memory = shared_memory(size)
 
         def start(rank: int) -> MultiprocExecutor:
@@ -90,7 +108,8 @@ class RanksExecutor(Executor):
         """Raises also EngineError if ranks say different things."""
         try:
             self._await_all()
-            result = agreed([rank.collect() for rank in self._ranks])
+            said = [rank.collect() for rank in self._ranks]
+            result = replace(agreed(said), moves=self._moves.ended(said))
         except PenstockError:
             self.close()
             raise
@@ -150,7 +169,7 @@ class ThreadRanks(Executor):
         size = spec.config["tensor_parallel_size"]
         self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
         memory = shared_memory(size)
-        self._exchanged = Exchanged(memory, size)
+        self._exchanged, self._moves = Exchanged(memory, size), Moves(size)
         try:
             begun = [
                 thread.submit(build, replace(spec, rank=rank, world_size=size, exchange=memory), None)
@@ -176,7 +195,8 @@ class ThreadRanks(Executor):
 
     def collect(self) -> StepOutput:
         running, self._running = self._running, []
-        return self._exchanged.told(agreed([future.result() for future in running]))
+        said = [future.result() for future in running]
+        return self._exchanged.told(replace(agreed(said), moves=self._moves.ended(said)))
 
     def back(self, num_slabs: Sequence[int]) -> None:
         for rank in self.runners:

@@ -99,7 +99,7 @@ def _engine_of(
     spec = RankSpec(config=config.as_kwargs(), plan=plan, poison=poison, wire=wire)
 
     def build(spec: RankSpec, loading: Progress | None) -> Runner:
-        return make_rank(config, plan, parts(comm_of(spec)), clock, poison=spec.poison)
+        return make_rank(config, plan, parts(comm_of(spec)), clock, poison=spec.poison, rank=spec.rank)
 
     return engine_over(config, plan, spec, build, clock, **engine)
 

@@ -82,6 +82,22 @@ def open_folder(store: DiskStore, key: bytes | None = None) -> bytes:
         ) from error
 
 
+def rank_folder(store: DiskStore, rank: int, world_size: int) -> Path:
+    """Where a rank's blocks are: the folder itself for the lead, one of its own beside it for each other, made here.
+
+    Raises ConfigError if it cannot be made."""
+    if rank == 0:
+        return store.folder
+    folder = store.folder.with_name(f"{store.folder.name}.rank{rank}of{world_size}")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload: {quoted(folder)} cannot be made: {error.strerror or error}", field="kv_offload"
+        ) from error
+    return folder
+
+
 def _secret(folder: Path, key: bytes | None) -> bytes:
     """Made once, whole or not at all: two servers that begin at the same time have the same one."""
     path = folder / SECRET
@@ -121,6 +137,8 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         _version(), ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec),
         repr(plan.own_groups), {name: said.get(name) for name in decide}, sorted(hashes),
     ]  # fmt: skip
+    if config.execution.tensor_parallel_size > 1:  # what is found there is one rank's part
+        parts.append(config.execution.tensor_parallel_size)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 

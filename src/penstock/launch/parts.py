@@ -19,7 +19,7 @@ from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
 from penstock.kv.vtensor import chunk_blocks, vtensor_model_len
-from penstock.launch.kv_store import addresses_of, block_key, make_block_codec
+from penstock.launch.kv_store import addresses_of, block_key, make_block_codec, rank_folder
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -82,9 +82,11 @@ class Parts(NamedTuple):
 
 
 def make_rank(
-    config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False, like: Runner | None = None
-) -> Runner:
-    """`like`: over other weights; its rows and its memory are those of the new one. Mutates: the storage of `like`.
+    config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False, like: Runner | None = None,
+    rank: int = 0,
+) -> Runner:  # fmt: skip
+    """`rank`: its number. `like`: over other weights; its rows and its memory are those of the new one. Mutates: the
+    storage of `like`.
 
     Raises: ConfigError for settings that do not fit each other."""
     num_own = len(plan.own_groups)
@@ -115,7 +117,7 @@ def make_rank(
         layout = (block_key(config, offload), planes, storage.pages_per_slab, slots, codec)
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
-            tiers[DISK] = BlockFiles(offload.disk.folder, *layout)
+            tiers[DISK] = BlockFiles(rank_folder(offload.disk, rank, config.execution.tensor_parallel_size), *layout)
         if offload.remotes:
             tiers[REMOTE] = RemoteBlocks(addresses_of(config, offload), *layout)
         storage.outside = Outside(tiers)
@@ -175,7 +177,7 @@ def make_rank(
     ahead = can_run_ahead(
         depth, parts.forward, sampler, drafter=drafter, verifier=verifier, selections=selections
     )  # fmt: skip
-    rank = (AheadRunner if ahead else Runner)(
+    made = (AheadRunner if ahead else Runner)(
         parts.forward,
         rows,
         storage,
@@ -194,5 +196,5 @@ def make_rank(
         strict=poison,
     )
     if like is not None:
-        rank.greet(like)
-    return rank
+        made.greet(like)
+    return made

@@ -93,7 +93,7 @@ def build_rank(
                 grammars.compiler()
     comm = comm_of(spec)
     parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
-    rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
+    rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison, rank=spec.rank)
     rank.packed_file = packed_file
     release_pages(weights)
     rank.reload = None if comm is not None else Reloader(config, plan, files, grammars, clock or MonotonicClock())
