@@ -45,6 +45,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "max_model_len": 64,
         "enable_hierarchical_cache": True,
     },
+    "weights read from the disk": {"weight_memory_bytes": 3_300_000},
     "two steps in flight": {"depth": 2, "max_num_batched_tokens": 16},
     "hash, prefill first": {"prefix_cache": "hash", "scheduling_policy": "prefill-first"},
 }
@@ -64,8 +65,11 @@ def said(**settings: Any) -> list[Any]:
 
 @native
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_H01_whatever_is_switched_on_the_tokens_are_those_of_one_rank(name: str) -> None:
+def test_H01_whatever_is_switched_on_the_tokens_are_those_of_one_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks have all three heads of keys each; three ranks one, where nothing but attention looks at them."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     settings = COMBINATIONS[name]
     alone = said(**settings)
     for size in (2, 3) if name in BOTH else (3,):
