@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel_size": 16}, "16 ranks cannot share out 6 attention heads evenly; use 6"),
     ({"tensor_parallel_size": 2, "ops": "ref"}, "tensor_parallel_size: only native kernels run on several ranks"),
-    ({"tensor_parallel_size": 2, "kv_offload": "tcp:127.0.0.1:9"}, "kv_offload: it does not go together"),
+    ({"tensor_parallel_size": 2, "kv_offload": "remote:127.0.0.1:9"}, "kv_offload: it does not go together"),
     (
         {"tensor_parallel_size": 2, "enable_lora": True, "tensor_parallel_sums": True},
         "ranks would have sums of parts",
