@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,6 +51,7 @@ class Ranked:
     ) -> None:  # fmt: skip
         memory = shared_memory(size)
         self.comms = [SharedComm(memory, rank, size, slot_bytes=4096, spin_us=20) for rank in range(size)]
+        os.close(memory)
         self.ranks, self.held = [], []
         for comm in self.comms:
             rank = Paged(spec, weights, **how)

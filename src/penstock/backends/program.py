@@ -232,6 +232,11 @@ class _Lowering:
             own = BoundCall(node.op, self._adapters.adapt, (), -1, (self._adapters.of(node.bound[0]),), {}, node.label)
             self._add(own, inputs, self._key(node.out) if node.out is not None else None, node.out)
             return
+        if node.op == "gather":
+            ranks, widths = node.bound
+            call = BoundCall(node.op, ranks.gather, (), -1, (widths,), {}, node.label)
+            self._add(call, inputs, self._key(node.out) if node.out is not None else None, node.out)
+            return
         fn = self._attention.attend if node.op == "attention" else self._ops[node.op]
         named = {**node.named, "linear": self._ops["linear"]} if node.op == "experts" else node.named
         out = None if node.out is None else self._key(node.out)

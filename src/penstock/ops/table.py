@@ -208,8 +208,8 @@ CONTRACTS: tuple[OpContract, ...] = (
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)
-BESIDE = frozenset({"attention", "adapt"})
-"""In no table: an AttentionBackend computes the one, `ops.adapters` the other."""
+BESIDE = frozenset({"attention", "adapt", "gather"})
+"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the third."""
 
 
 class OpTable(Mapping[str, Op]):

@@ -10,18 +10,27 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.base.errors import EngineError
 from penstock.ops.native.abi import LINES_BYTES, MAX_RANKS, Exchange, RankLine
 
 SLOT_BYTES = 4 << 20
 """Of what a rank gives to a gather at a time; a row at least. Memory is taken as it is used."""
 SPIN_US = 200
 """So long a rank waits for the others awake: a step's gathers are some tens of microseconds apart."""
+
+
+_FAILED = ctypes.c_void_p(-1).value
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Comm(Protocol):
@@ -46,12 +55,15 @@ class Comm(Protocol):
 class SharedExchange:
     """`pst_exchange` over memory that several processes have mapped. See `ops.native.program.NativeOp`."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, slot_bytes: int, spin_us: int) -> None:
-        self._memory = memory
-        self._first = ctypes.c_char.from_buffer(memory)
-        start = ctypes.addressof(self._first)
+    def __init__(self, fd: int, rank: int, size: int, slot_bytes: int, spin_us: int) -> None:
+        """Mapped as long as this lives, without a descriptor, which `mmap.mmap` would keep."""
+        num_bytes = shared_bytes(size, slot_bytes)
+        start = _LIBC.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if start in (None, _FAILED):
+            raise EngineError(f"memory for {size} ranks cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        weakref.finalize(self, _LIBC.munmap, start, num_bytes)
         self.struct = Exchange(start, rank, size, slot_bytes, spin_us, 0)
-        self._lines = (RankLine * size).from_buffer(memory)
+        self._lines = (RankLine * size).from_address(start)
 
     @property
     def address(self) -> int:
@@ -85,8 +97,7 @@ class SharedComm:
     ) -> None:  # fmt: skip
         """`fd` stays the caller's."""
         self.rank, self.size = rank, size
-        memory = mmap.mmap(fd, shared_bytes(size, slot_bytes))
-        self.exchange = SharedExchange(memory, rank, size, slot_bytes, spin_us)
+        self.exchange = SharedExchange(fd, rank, size, slot_bytes, spin_us)
 
     def gather(self, x: F32, widths: Sequence[int]) -> F32:
         raise AssertionError("native kernels gather by themselves; no other operations run on several ranks")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +14,12 @@ import pytest
 from penstock.backends.reference import ReferenceBackend
 from penstock.core.model_spec import Attention
 from penstock.parallel import shard as sharding
-from penstock.parallel.comm import LocalGroup
+from penstock.parallel.comm import LocalGroup, SharedComm, shared_memory
 from penstock.parallel.shard import even_ranges, head_ranges
 from penstock.plan.ranks import ranked_groups
 from tests import specs
 from tests.engine.harness import Knobs, config_for
+from tests.engine.processes import num_fds
 from tests.paged import Paged, _planes
 
 
@@ -61,3 +65,16 @@ def test_ranges_cover_everything_once_and_end_with_heads() -> None:
     assert even_ranges(300, 2, 64) == ((0, 128), (128, 300))
     assert head_ranges(6, 8, 3) == ((0, 16), (16, 32), (32, 48))
     assert head_ranges(2, 8, 4) == ((0, 8), (0, 8), (8, 16), (8, 16))
+
+
+def test_memory_of_ranks_takes_no_descriptor_and_is_given_back() -> None:
+    before, mapped = num_fds(), Path("/proc/self/maps").read_text().count("penstock-ranks")
+    for _ in range(20):
+        memory = shared_memory(2)
+        ends = [SharedComm(memory, rank, 2) for rank in range(2)]
+        os.close(memory)
+        assert num_fds() == before
+        assert ends[0].exchange.given(1) == (0, 0)
+    del ends
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count("penstock-ranks") == mapped

@@ -37,7 +37,7 @@ from penstock.ops.ref.pointwise import (
     soft_cap,
     xielu,
 )
-from penstock.ops.ref.product import embed, gather, linear, select
+from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.recurrence import recurrent, retention
 from penstock.ops.ref.rehearsal import rehearse
 from penstock.ops.ref.rotary import rope, rope_angles
@@ -72,7 +72,6 @@ REF = OpTable(
         "embed": embed,
         "select": select,
         "linear": linear,
-        "gather": gather,
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         "heads": heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,9 +74,3 @@ def product(x: F32, weight: Weight) -> F32:
     for lo in range(0, m, step):
         out[..., lo : lo + step] = np.matmul(x, rows_as_float32(weight, lo, lo + step).T)
     return out
-
-
-def gather(x: F32, ranks: Any, widths: Sequence[int]) -> F32:
-    """See `parallel.comm.Comm.gather`."""
-    found: F32 = ranks.gather(x, widths)
-    return found
