@@ -199,9 +199,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     verified: list[Verified] = []
     draft_s: float = 0.0
     selected: list[Selected] = []
-    moves: dict[
-        int, bool
-    ] = {}  # loads that have ended (`move` of their LoadOps), once each; False: what was read is void
+    moves: dict[int, bool] = {}  # loads that have ended, by the `move` of their LoadOps, once each; False: void
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
     chosen: tuple[int, int] = (0, 0)  # tokens of kv heads that were read by choice, and that were there
     misses: dict[str, int] = {}  # blocks of tiers outside that could not be read, by tier and reason ("remote:slow")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
 
+from penstock.core.batch import StepOutput
 from penstock.core.page_ops import DISK
 
 
@@ -162,23 +162,25 @@ class EngineStats(ExpertCounts):
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 
-    def ran(
-        self, late: int, chosen: int, choosable: int, weights: int, waited_s: float, experts: Sequence[float] = (),
-        adapters: tuple[int, int, int, float] | None = None, keys: tuple[int, int] = (0, 0),
-        ranks: tuple[int, int] = (0, 0),
-    ) -> None:  # fmt: skip
-        """A step: `num_late`, `chosen`, `weights`, `experts`, `adapters`, `keys` and `ranks` of its `StepOutput`."""
-        self.num_exchanges, self.num_rank_bytes = self.num_exchanges + ranks[0], self.num_rank_bytes + ranks[1]
-        self.num_keys_read, self.num_keys_shared = self.num_keys_read + keys[0], self.num_keys_shared + keys[1]
-        for name, more in zip(EXPERT_COUNTS, experts, strict=False):
+    def ran(self, result: StepOutput) -> None:
+        """A step that has run. Mutates: self."""
+        self.num_exchanges, self.num_rank_bytes = (
+            self.num_exchanges + result.ranks[0], self.num_rank_bytes + result.ranks[1]
+        )  # fmt: skip
+        self.num_keys_read, self.num_keys_shared = (
+            self.num_keys_read + result.keys[0], self.num_keys_shared + result.keys[1]
+        )  # fmt: skip
+        for name, more in zip(EXPERT_COUNTS, result.experts, strict=False):
             setattr(self, name, getattr(self, name) + more)
-        if adapters is not None:
-            self.num_adapters_wanted, self.num_adapter_hits, self.num_adapters_given_up, self.adapter_wait_s = adapters
-        self.num_late_compilations += late
-        self.num_chosen_tokens += chosen
-        self.num_choosable_tokens += choosable
-        self.num_weight_bytes += weights
-        self.weight_wait_s += waited_s
+        if result.adapters is not None:
+            self.num_adapters_wanted, self.num_adapter_hits, self.num_adapters_given_up, self.adapter_wait_s = (
+                result.adapters
+            )
+        self.num_late_compilations += result.num_late
+        self.num_chosen_tokens += result.chosen[0]
+        self.num_choosable_tokens += result.chosen[1]
+        self.num_weight_bytes += result.weights[0]
+        self.weight_wait_s += result.weights[1]
 
     def counters(self) -> dict[str, float]:
         """All of them as flat numbers; `accepted_at` as num_accepted_at_0, num_accepted_at_1, ..."""

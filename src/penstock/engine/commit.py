@@ -89,10 +89,7 @@ class Commit:
         if result.grammars is not None:
             stats = self.stats
             stats.num_grammar_hits, stats.num_grammar_misses, stats.grammar_bytes = result.grammars
-        self.stats.ran(
-            result.num_late, *result.chosen, *result.weights, result.experts, result.adapters, result.keys,
-            result.ranks,
-        )  # fmt: skip
+        self.stats.ran(result)
         for pooled in result.pooled:
             if pooled.seq_id in alive and pooled.seq_id in self.sequences:
                 self._pooled(alive[pooled.seq_id], pooled)
