@@ -21,16 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import LLM, SamplingParams
-
-T95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201, 15: 2.145, 20: 2.093}
-
-
-def ratio(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """Of seconds: median of before / after, and the interval of its mean logarithm."""
-    logs = [math.log(b / a) for b, a in zip(before, after, strict=True)]
-    half = T95.get(len(logs), 2.0) * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    return math.exp(statistics.median(logs)), math.exp(mean - half), math.exp(mean + half)
+from penstock.eval.cap.verdict import ratio_interval
 
 
 def asked(llm: LLM, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
@@ -74,7 +65,9 @@ def main() -> None:
                 seconds, said[kind] = asked(engines[kind], drawn(round_, count, length), new)
                 times[kind].append(seconds)
             assert said["one"] == said["ranks"], "other tokens"
-        middle, low, high = ratio(times["one"], times["ranks"])
+        middle = statistics.median(a / b for a, b in zip(times["one"], times["ranks"], strict=True))
+        _, interval = ratio_interval(times["one"], times["ranks"])
+        low, high = (math.nan, math.nan) if interval is None else (1 + interval[0], 1 + interval[1])
         found[name] = {"seconds": times, "ratio": middle, "interval": [low, high]}
         medians = [f"{statistics.median(times[kind]):.3f}" for kind in engines]
         table.add_row(name, *medians, f"{middle:.3f}", f"{low:.3f} to {high:.3f}")

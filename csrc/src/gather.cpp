@@ -9,34 +9,15 @@
 
 #include <algorithm>
 #include <cstring>
-#include <ctime>
 
 #include "ops.h"
 #include "pieces.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace pst {
 
 namespace {
 
 static_assert(sizeof(pst_rank_line) == 64, "a line of the cache for each rank");
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 struct Exchange {
     pst_rank_line* lines;

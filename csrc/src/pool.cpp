@@ -7,30 +7,11 @@
 
 #include <csignal>
 #include <cstring>
-#include <ctime>
 #include <new>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace pst {
 
 namespace {
-
-inline void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);

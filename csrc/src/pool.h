@@ -5,13 +5,33 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <ctime>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "penstock.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace pst {
+
+// While another thread, or rank, is waited for.
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+inline int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
 
 // A thread's share of an operation's pieces: low half, how many it has taken itself, from the first one on; high half,
 // how many others have taken, from the last one on.

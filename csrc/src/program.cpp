@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
 #include "cache.h"
 #include "ops.h"
@@ -48,12 +47,6 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_GATHER: return make_gather(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
 }  // namespace

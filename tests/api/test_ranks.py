@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from penstock import LLM, LoRARequest, SamplingParams
@@ -18,6 +19,7 @@ from penstock.ops.native.library import best_library
 from tests.adapting import nano, nano_folder
 from tests.api.conftest import bundled
 from tests.api.watch import grown, scrape, small
+from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 
 native = pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
 PROMPTS = ["Once upon a time", "The dog said that", "Once upon a time there was a cat. The cat"]
@@ -141,6 +143,31 @@ def test_more_ranks_share_out_heads_of_keys_too() -> None:
     alone = said()
     for size in (3, 6):
         assert said(tensor_parallel_size=size) == alone, size
+
+
+@native
+def test_H01_one_two_and_four_processes_have_the_same_logits_and_sums_nearly(tmp_path: Path) -> None:
+    """A model whose every product is shared out, also among four."""
+    wide = TINY | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4,
+                   "vocab_size": 600, "initializer_range": 0.02}  # fmt: skip
+    tensors = {name: x * np.float32(0.05 if x.ndim > 1 else 1.0) for name, x in tiny_tensors(wide).items()}
+    folder = write_folder(tmp_path / "m", wide, tensors)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5, detokenize=False)
+    found: dict[tuple[int, bool], Any] = {}
+    for size, sums in ((1, False), (2, False), (4, False), (2, True), (4, True)):
+        llm = LLM(
+            folder, ops="native", threads=1, skip_tokenizer_init=True, tensor_parallel_size=size,
+            tensor_parallel_sums=sums,
+        )  # fmt: skip
+        (output,) = llm.generate([{"prompt_token_ids": [5, 9, 300, 41]}], params)
+        llm.engine.core.executor.close()
+        found[size, sums] = [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs]
+    assert found[2, False] == found[1, False]
+    assert found[4, False] == found[1, False]
+    for size in (2, 4):
+        for step, other in zip(found[1, False], found[size, True], strict=True):
+            assert step == pytest.approx(other, abs=1e-4)
+        assert found[size, True] != found[1, False], "sums have other bits"
 
 
 @native

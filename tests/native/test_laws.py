@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -38,12 +39,15 @@ def expected(name: str, dtype: str, kv_dtype: str) -> tuple[dict[str, Any], Any]
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), CASES)
 def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtype: str) -> None:
+    in_turmoil(name, dtype, kv_dtype, random.Random(f"native-{name}-{dtype}"), draws(3, 5))
+
+
+def in_turmoil(name: str, dtype: str, kv_dtype: str, rng: random.Random, num: int, **fixed: Any) -> None:
+    """Engines with knobs drawn at random, but for those that are `fixed`, disturbed as they run."""
     spec, weights = weights_as(name, dtype)
     tokens, beams = expected(name, dtype, kv_dtype)
-    rng = random.Random(f"native-{name}-{dtype}")
-    for draw in range(draws(3, 5)):
-        knobs = draw_knobs(rng)
-        knobs.ops, knobs.kv_dtype = "native", kv_dtype
+    for draw in range(num):
+        knobs = replace(draw_knobs(rng), ops="native", kv_dtype=kv_dtype, **fixed)
         knobs.num_blocks = max(knobs.num_blocks, 64 // knobs.block_size + 1)
         if knobs.window_blocks:
             before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
@@ -51,6 +55,7 @@ def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtyp
             knobs.window_blocks = min(knobs.num_blocks, most)
         core = real_engine(spec, weights, knobs)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=knobs)
+        core.executor.close()
         for request_id, samples in tokens.items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)

@@ -18,10 +18,9 @@ from penstock.parallel import shard as sharding
 from penstock.parallel.comm import SharedComm, shared_memory
 from penstock.plan.ranks import ranked_groups
 from tests import specs
-from tests.engine.harness import Knobs, config_for, disturbed, real_engine
-from tests.engine.test_laws_models import CONTROLS, draw_knobs, reach_of, workload
+from tests.engine.harness import Knobs, config_for
 from tests.native.running import ISAS, pytestmark_native
-from tests.native.test_laws import expected
+from tests.native.test_laws import in_turmoil
 from tests.native.test_model import NATIVE, weights_as
 from tests.native.test_stored import model as stored_model
 from tests.paged import Paged, _planes
@@ -200,23 +199,5 @@ LAWS += [("llama_gqa", "bfloat16", "int8", 2), ("windowed", "bfloat16", "float32
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype", "size"), LAWS)
 def test_H01_tokens_are_those_of_one_rank(name: str, dtype: str, kv_dtype: str, size: int) -> None:
-    """The engine's laws on several ranks, which all decide the same: tests/native/test_laws.py."""
-    spec, weights = weights_as(name, dtype)
-    tokens, beams = expected(name, dtype, kv_dtype)
-    rng = random.Random(f"ranks-{name}-{dtype}-{size}")
-    for draw in range(draws(1, 4)):
-        knobs = draw_knobs(rng)
-        knobs.ops, knobs.kv_dtype, knobs.ranks, knobs.depth = "native", kv_dtype, size, 1
-        knobs.num_blocks = max(knobs.num_blocks, 64 // knobs.block_size + 1)
-        if knobs.window_blocks:
-            before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
-            most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
-            knobs.window_blocks = min(knobs.num_blocks, most)
-        core = real_engine(spec, weights, knobs)
-        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=knobs)
-        core.executor.close()
-        for request_id, samples in tokens.items():
-            got = collector.requests[request_id]
-            assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)
-        found = collector.requests["beam"].beams
-        assert [(b[0], b[2]) for b in found] == [(b[0], b[2]) for b in beams], (draw, knobs)
+    """The engine's laws on several ranks, which all decide the same."""
+    in_turmoil(name, dtype, kv_dtype, random.Random(f"ranks-{name}-{dtype}-{size}"), draws(1, 4), ranks=size, depth=1)

@@ -531,9 +531,7 @@ class EngineConfig:
         run, cache = self.execution, self.cache
         offload = offload_of(cache.kv_offload)
         given = {
-
             "memory_bytes": run.memory_bytes is not None, "expert_memory_bytes": run.expert_memory_bytes is not None,
-
             "kv_offload": offload is not None and bool(offload.remotes),
             "kv_allocator": cache.kv_allocator != "paged", "finetune_root": self.lora.finetune_root is not None,
             "device": run.device not in ("auto", "cpu"),

@@ -94,7 +94,7 @@ class RanksExecutor(Executor):
             )  # fmt: skip
 
         try:
-            self._exchanged: Exchanged | None = Exchanged(memory, size)
+            self._exchanged = Exchanged(memory, size)
             self._ranks = _together(start, size)
         finally:
             os.close(memory)
@@ -113,7 +113,7 @@ class RanksExecutor(Executor):
         except PenstockError:
             self.close()
             raise
-        return result if self._exchanged is None else self._exchanged.told(result)
+        return self._exchanged.told(result)
 
     def _await_all(self) -> None:
         """Until every rank has answered. Raises what broke one of them: the others would wait for it for ever."""
@@ -150,7 +150,6 @@ class RanksExecutor(Executor):
             rank.check()
 
     def close(self) -> None:
-        self._exchanged = None
         for rank in self._ranks:
             rank.close()
 

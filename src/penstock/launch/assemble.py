@@ -36,6 +36,7 @@ from penstock.plan.adapters import adapter_units
 from penstock.plan.hidden import keeps_hidden
 from penstock.plan.memory import MODEST_TOKENS
 from penstock.plan.probe import Free, free_memory
+from penstock.plan.ranks import LEAST_ROWS, UNIT
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
@@ -247,8 +248,6 @@ def comm_of(spec: RankSpec) -> Comm | None:
 
 def shard_name(config: EngineConfig, comm: Comm) -> str:
     """What a rank's packed weights are known by."""
-    from penstock.parallel.shard import LEAST_ROWS, UNIT
-
     return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -92,6 +93,8 @@ def build_rank(
             with suppress(InputError):  # tokens that are not bytes; the validator refuses
                 grammars.compiler()
     comm = comm_of(spec)
+    if comm is not None:
+        os.close(spec.exchange)  # it is mapped, and none of those that this process starts should have it
     parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison, rank=spec.rank)
     rank.packed_file = packed_file

@@ -61,7 +61,7 @@ class SharedExchange:
         start = _LIBC.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if start in (None, _FAILED):
             raise EngineError(f"memory for {size} ranks cannot be mapped: {os.strerror(ctypes.get_errno())}")
-        weakref.finalize(self, _LIBC.munmap, start, num_bytes)
+        weakref.finalize(self, _LIBC.munmap, start, num_bytes).atexit = False  # threads may still look at it
         self.struct = Exchange(start, rank, size, slot_bytes, spin_us, 0)
         self._lines = (RankLine * size).from_address(start)
 

@@ -24,11 +24,7 @@ from penstock.model.graph import Graph, Node, Value, result_of
 from penstock.ops.adapters import LowRank, Rescaled
 from penstock.ops.stored import StoredMatrix, Weight
 from penstock.parallel.comm import Comm
-
-UNIT = 64
-"""Outputs are shared out in runs of so many: a panel of the native kernels."""
-LEAST_ROWS = 128
-"""Of a product's outputs that a rank gets; smaller products run whole everywhere: an exchange costs more."""
+from penstock.plan.ranks import LEAST_ROWS, UNIT
 
 Ranges = tuple[tuple[int, int], ...]
 """Columns of each rank: first, last + 1."""

@@ -24,9 +24,8 @@ from penstock.core.model_spec import Attention, Experts, Layer, Mixer, ModelSpec
 from penstock.core.step_shape import StepShape
 from penstock.plan.devices import Device
 from penstock.plan.flops import StepWork, model_work
+from penstock.plan.ranks import LEAST_ROWS, possible_sizes
 
-LEAST_ROWS = 128
-"""Of a product's outputs that a rank gets, or the product runs whole everywhere (`penstock.parallel.shard`)."""
 _WIRE_BYTES = 4  # activations are exchanged in float32
 _ABSORBED = ("kv_b", "k_b", "v_b", "o_a")  # multiplied within attention, on every rank: not with rows
 
@@ -112,10 +111,10 @@ class ParallelCosts:
         return all(layer.kv_from is None or layer.kv_from >= n for layer in self._spec.layers[n:])
 
     def degrees(self, num_devices: int) -> tuple[int, ...]:
-        """Numbers of ranks that share attention heads out evenly (`plan.ranks.check_ranks`), else powers of two."""
-        heads = {layer.mixer.num_heads for layer in self._spec.layers if isinstance(layer.mixer, Attention)}
-        fit = (t for t in range(1, num_devices + 1) if all(h % t == 0 for h in heads))
-        return tuple(t for t in fit if heads or t & (t - 1) == 0)
+        """Numbers of ranks that share attention heads out evenly (`plan.ranks`), else powers of two."""
+        has_heads = any(isinstance(layer.mixer, Attention) for layer in self._spec.layers)
+        fit = (t for t in possible_sizes(self._spec) if t <= num_devices)
+        return tuple(t for t in fit if has_heads or t & (t - 1) == 0)
 
     def stage(self, first: int, last: int, degree: int, rows: int) -> RankCost:
         """Layers first ... last - 1 on `degree` devices, for a micro-batch of `rows` sequences."""

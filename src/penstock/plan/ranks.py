@@ -9,12 +9,15 @@ import msgspec
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup, PlaneSpec
-from penstock.core.events import Decision
 from penstock.core.kv_codec import KV_CODECS, scales_name
 from penstock.core.machine import Machine
 from penstock.core.model_spec import Attention, ModelSpec
 
 MOST_RANKS = 64
+UNIT = 64
+"""Outputs of a product are shared out in runs of so many: a panel of the native kernels."""
+LEAST_ROWS = 128
+"""Of a product's outputs that a rank gets; smaller products run whole everywhere: an exchange costs more."""
 
 
 def _heads(spec: ModelSpec) -> set[int]:
@@ -22,10 +25,10 @@ def _heads(spec: ModelSpec) -> set[int]:
 
 
 def possible_sizes(spec: ModelSpec) -> list[int]:
-    """Numbers of ranks that share out the model's attention heads evenly, 1 among them; all up to `MOST_RANKS` for a
+    """Numbers of ranks, up to `MOST_RANKS`, that share out the model's attention heads evenly, 1 among them; all for a
     model without any."""
     heads = _heads(spec)
-    return [n for n in range(1, min(heads, default=MOST_RANKS) + 1) if all(h % n == 0 for h in heads)]
+    return [n for n in range(1, min([*heads, MOST_RANKS]) + 1) if all(h % n == 0 for h in heads)]
 
 
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
@@ -56,12 +59,12 @@ def rank_bytes(config: EngineConfig, weight_bytes: int) -> int:
 
 def ranked_groups(
     config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup]
-) -> tuple[tuple[CacheGroup, ...], tuple[Decision, ...]]:
+) -> tuple[tuple[CacheGroup, ...], str]:
     """The groups as each rank has them, and why: heads of keys and values are shared out where nothing but attention
     looks at them; else every rank keeps all."""
     size = config.execution.tensor_parallel_size
     if size == 1:
-        return tuple(groups), ()
+        return tuple(groups), ""
     made, split, whole = [], 0, 0
     for group in groups:
         heads = _shared_heads(config, spec, groups, group)
@@ -76,7 +79,7 @@ def ranked_groups(
     why = f"each rank keeps its own heads of {split} layers" if split else "each rank keeps all of them"
     if split and whole:
         why += f", and all of {whole}"
-    return tuple(made), (Decision("kv_heads", "shared out" if split else "whole", why),)
+    return tuple(made), why
 
 
 def _of_heads(plane: PlaneSpec, heads: int, own: int) -> PlaneSpec:

@@ -145,7 +145,7 @@ def resolve(
     )
     decisions.extend(why_drafts)
     drafted = {g for draft in planned for g in draft.groups}
-    own, why_ranks = ranked_groups(config, spec, [g for g in groups if g.index not in drafted])
+    own, why_whose = ranked_groups(config, spec, [g for g in groups if g.index not in drafted])
     groups = (*own, *(g for g in groups if g.index in drafted))
     check_layerkv(config, groups, len(spec.layers))
     check_modules(config, spec, groups)
@@ -185,7 +185,7 @@ def resolve(
         )  # fmt: skip
     if (ranks := config.execution.tensor_parallel_size) > 1:
         why = f"each holds about {gib(in_memory)} of weights, and up to {gib(kv_bytes)} of keys and values"
-        decisions.add("tensor_parallel_size", ranks, f"{why}; {why_ranks[0].why}")
+        decisions.add("tensor_parallel_size", ranks, f"{why}; {why_whose}")
     _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)
     return Plan(
         dtype=dtype,

@@ -30,7 +30,6 @@ from penstock.core.model_spec import (
 )
 from penstock.model.builder import build
 from penstock.parallel import shard
-from penstock.plan import parallel_cost
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
 from penstock.plan.parallel import Cut, ParallelPlan, counts, plan_parallel, step_seconds
@@ -300,7 +299,6 @@ def test_gathers_are_those_of_the_program_that_ranks_run(layer: Layer, degree: i
 
 
 def test_what_the_ranks_run_whole_costs_each_of_them_all() -> None:
-    assert parallel_cost.LEAST_ROWS == shard.LEAST_ROWS
     for layer in (MIXTURE, LATENT, SLOT):
         spec = model(layer)
         one, two = (ParallelCosts(spec, DEVICE, LINK, LOAD, "float32").stage(0, 1, t, 2) for t in (1, 2))
