@@ -151,7 +151,8 @@ def test_unloading_waits_for_running_requests(served: httpx.Client) -> None:
             time.sleep(0.01)  # its name goes at once
         rest = [line for line in lines if line]
     thread.join()
-    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2].replace(" ", "")
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
     assert 'running_lora_adapters="brief"' not in after[0]
 
 
