@@ -21,8 +21,8 @@ from tools.generated import write_or_check  # noqa: E402
 HEADER, TARGET = ROOT / "csrc" / "include" / "penstock.h", ROOT / "src" / "penstock" / "ops" / "native" / "abi.py"
 
 _NUMBERS = {
-    "int32_t": "c.c_int32", "uint32_t": "c.c_uint32", "int64_t": "c.c_int64", "uint64_t": "c.c_uint64", "float": "c.c_float",
-    "double": "c.c_double",
+    "int32_t": "c.c_int32", "uint32_t": "c.c_uint32", "int64_t": "c.c_int64", "uint64_t": "c.c_uint64",
+    "float": "c.c_float", "double": "c.c_double",
 }  # fmt: skip
 _CLASSES = {"pst_dtype": "DType", "pst_step": "StepArgs"}
 """Whose Python name is not made of its parts."""
