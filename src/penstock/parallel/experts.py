@@ -3,7 +3,7 @@
 By outputs, each rank makes some of the numbers between an expert's products, all ranks put these side by side, and each
 makes some of the last product's outputs of them. With whole experts a rank computes what chose its own, and results go
 to the rank that combines the token: the all-to-all of expert parallelism (GShard, Lepikhin et al., arXiv 2006.16668,
-section 3.2), whose first half is empty here, because every rank has every token's row. Both are inside PST_EXPERTS.
+section 3), whose first half is empty here, because every rank has every token's row. Both are inside PST_EXPERTS.
 """
 
 from __future__ import annotations
