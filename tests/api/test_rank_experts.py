@@ -83,7 +83,7 @@ def test_H15_a_server_counts_what_experts_exchange(tmp_path: Path, way: dict[str
     """A prompt of one token and four more, all by themselves: five steps of one row, which rank 1 combines."""
     config = serve_from_kwargs(
         model=str(mixture(tmp_path / "m")), port=0, ops="native", threads=1, max_model_len=64,
-        skip_tokenizer_init=True, num_gpu_blocks_override=64, served_model_name=["m"], **way,
+        skip_tokenizer_init=True, num_gpu_blocks_override=64, served_model_name="m", **way,
     )  # fmt: skip
     with LiveServer(config) as live:
         before = scrape(live.url)
