@@ -59,7 +59,7 @@ def elsewhere(spec: ModelSpec, rank: int, size: int) -> frozenset[str]:
             own[f"layers.{n}"] = range(*expert_ranges(layer.ffn.num_experts, size)[rank])
     names = set()
     for name in weight_shapes(spec):
-        layer, found, rest = name.partition(".experts.")
-        if found and int(rest.split(".")[0]) not in own[layer]:
+        prefix, found, rest = name.partition(".experts.")
+        if found and int(rest.split(".")[0]) not in own[prefix]:
             names.add(name)
     return frozenset(names)
