@@ -235,6 +235,7 @@ def check_by_hand(spec: ModelSpec, shape: StepShape) -> None:
         )
     )
     assert timer.step_s(shape) == pytest.approx(by_hand, rel=1e-12)
+    assert 0.25 + sum(phase.seconds for phase in timer.phases(shape)) == pytest.approx(by_hand, rel=1e-12)
     assert timer.copy_s(10**8) == 2.0
     assert timer.step_s(EMPTY) == 0.25
     assert timer.name == "roofline"
