@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 18
+#define PST_ABI 19
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -233,7 +233,8 @@ typedef struct pst_register {
  * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
  *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies
- *                in0, not the result. n3 activation, f0 limit. Experts that nobody chose are not read. out may be in2
+ *                in0, not the result. n3 activation, f0 limit. Experts that nobody chose are not read. out may be in2.
+ *                p3? pst_shared_experts: ranks share them out
  * PST_LATENT     heads of a row, each times a matrix of its own: out [T, n0 heads, n1 + n3] = the first K numbers of a
  *                head of in0 [T, n0, K + n3] times its W [n1, K], then the n3 that follow as they are. p0 pst_matrix: the
  *                panels of each head after those of the one before; each begins with a panel, and the outputs that fill
@@ -397,19 +398,30 @@ typedef struct pst_adapter_codes {
 
 /* What a rank says of itself in memory that all share. */
 typedef struct pst_rank_line {
-    uint32_t arrived, sleepers; /* gathers that it has given its part of; threads that wait for more */
-    uint64_t gathers, bytes;    /* since the memory was made: gathers, and bytes that it has given, to each of the others */
+    uint32_t arrived, sleepers; /* exchanges that it has given its part of; threads that wait for more */
+    uint64_t gathers, bytes;    /* since the memory was made: exchanges, and bytes that it has given, to each of the others */
     uint64_t unused[5];
 } pst_rank_line;
 
 /* Memory of one group of ranks, zero at first: PST_LINES_BYTES with a pst_rank_line each, then two slots of each rank. Every
- * rank does the same gathers, in the same order. Who waits spins for spin_us, and then sleeps. */
+ * rank does the same exchanges, in the same order. Who waits spins for spin_us, and then sleeps. */
 typedef struct pst_exchange {
     void *memory;
     int32_t rank, size;
     int64_t slot_bytes;
     int32_t spin_us, unused;
 } pst_exchange;
+
+/* PST_EXPERTS on ranks, one of both. `widths` [size]: of every expert each rank makes so many of the numbers between the
+ * products, rank by rank; gate and up have these rows then, down has the rows of the outputs that the rank makes, and takes
+ * all numbers. `experts` [size + 1]: rank r has experts experts[r] ... experts[r + 1] - 1 whole, its matrices are theirs
+ * alone, and n0 counts all; the rows of a step are shared out over ranks, each combines its own, and gives them to all.
+ * No bit is another than on one rank. */
+typedef struct pst_shared_experts {
+    const pst_exchange *exchange;
+    const int32_t *widths;
+    const int32_t *experts;
+} pst_shared_experts;
 
 /* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
 PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);

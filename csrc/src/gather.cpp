@@ -1,74 +1,63 @@
-// PST_GATHER: what ranks have of a row, side by side on all of them, through memory that their processes share.
-//
-// Every rank has a line in that memory, where it says how many gathers it has filled its slot for, and two slots, which
-// take turns. Who fills a slot for gather t has waited for everybody's t - 1, and they are done with t - 2 by then: so
-// one wait is enough for each.
+// PST_GATHER: what ranks have of a row, side by side on all of them. See exchange.h.
+#include "exchange.h"
+
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 
-#include "ops.h"
 #include "pieces.h"
 
 namespace pst {
 
-namespace {
-
 static_assert(sizeof(pst_rank_line) == 64, "a line of the cache for each rank");
 
-struct Exchange {
-    pst_rank_line* lines;
-    uint8_t* slots;
-    int rank, size;
-    int64_t slot_bytes, spin_ns;
+namespace {
 
-    Exchange(const pst_exchange& e)
-        : lines(static_cast<pst_rank_line*>(e.memory)), slots(static_cast<uint8_t*>(e.memory) + PST_LINES_BYTES),
-          rank(e.rank), size(e.size), slot_bytes(e.slot_bytes), spin_ns(int64_t(e.spin_us) * 1000) {}
+bool is_there(uint32_t arrived, uint32_t turn) { return int32_t(arrived - turn) >= 0; }
 
-    float* slot(uint32_t turn, int whose) const {
-        return reinterpret_cast<float*>(slots + ((turn & 1) * size + whose) * slot_bytes);
-    }
-    // Of the next gather.
-    uint32_t turn() const { return __atomic_load_n(&lines[rank].arrived, __ATOMIC_RELAXED) + 1; }
+}  // namespace
 
-    // Whoever arrives looks at `sleepers` after it; whoever sleeps counts itself before the kernel compares.
-    void arrive(uint32_t turn) const {
-        pst_rank_line& own = lines[rank];
-        __atomic_store_n(&own.arrived, turn, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
-    }
-    static bool is_there(uint32_t arrived, uint32_t turn) { return int32_t(arrived - turn) >= 0; }
+// Whoever arrives looks at `sleepers` after it; whoever sleeps counts itself before the kernel compares.
+void Exchange::arrive(uint32_t turn) const {
+    pst_rank_line& own = lines[rank];
+    __atomic_store_n(&own.arrived, turn, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
+}
 
-    void await(uint32_t turn) const {
-        for (int whose = 0; whose < size; whose++)
-            if (whose != rank) await(lines[whose], turn);
-    }
-    void await(pst_rank_line& line, uint32_t turn) const {
-        int64_t until = 0;
-        for (;;) {
-            for (int i = 0; i < 64; i++) {
-                if (is_there(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE), turn)) return;
-                relax();
-            }
-            const int64_t now = now_ns();
-            if (!until) until = now + spin_ns;
-            if (now >= until) break;
+void Exchange::await(uint32_t turn) const {
+    for (int whose = 0; whose < size; whose++)
+        if (whose != rank) await(lines[whose], turn);
+}
+
+void Exchange::await(pst_rank_line& line, uint32_t turn) const {
+    int64_t until = 0;
+    for (;;) {
+        for (int i = 0; i < 64; i++) {
+            if (is_there(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE), turn)) return;
+            relax();
         }
-        __atomic_fetch_add(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-        for (uint32_t seen; !is_there(seen = __atomic_load_n(&line.arrived, __ATOMIC_SEQ_CST), turn);)
-            syscall(SYS_futex, &line.arrived, FUTEX_WAIT, seen, nullptr, nullptr, 0);
-        __atomic_fetch_sub(&line.sleepers, 1, __ATOMIC_SEQ_CST);
+        const int64_t now = now_ns();
+        if (!until) until = now + spin_ns;
+        if (now >= until) break;
     }
-    void count(int64_t bytes) const {
+    __atomic_fetch_add(&line.sleepers, 1, __ATOMIC_SEQ_CST);
+    for (uint32_t seen; !is_there(seen = __atomic_load_n(&line.arrived, __ATOMIC_SEQ_CST), turn);)
+        syscall(SYS_futex, &line.arrived, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+    __atomic_fetch_sub(&line.sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+void Exchange::meet(Team& team, uint32_t turn, int64_t bytes) const {
+    team.barrier();
+    if (team.id == 0) {
         lines[rank].gathers++;
         lines[rank].bytes += uint64_t(bytes);
+        arrive(turn);
     }
-};
+    await(turn);
+}
 
 void check_exchange(const pst_exchange& e) {
     check(e.memory && e.size > 1 && e.size <= PST_MAX_RANKS, "ranks share memory, and there are at least two");
@@ -76,66 +65,40 @@ void check_exchange(const pst_exchange& e) {
     check(e.slot_bytes >= 64 && e.slot_bytes % 64 == 0, "slots are lines of the cache");
 }
 
+Columns::Columns(const pst_exchange& e, const int32_t* widths) : starts(1, 0) {
+    for (int r = 0; r < e.size; r++) {
+        check(widths[r] > 0, "every rank has some columns");
+        starts.push_back(starts.back() + widths[r]);
+        widest = std::max(widest, widths[r]);
+    }
+    check(int64_t(widest) * 4 <= e.slot_bytes, "a slot holds a row at least");
+}
+
+namespace {
+
 struct Gather final : Op {
     View in, out;
     pst_register shape;
     Exchange exchange;
-    std::vector<int32_t> starts;  // of each rank's columns, and the width
-    int32_t widest = 0;
+    Columns columns;
 
     Gather(const pst_register& x, const pst_register& y, const pst_exchange& e, const int32_t* widths)
-        : in(x), out(y), shape(y), exchange(e), starts(1, 0) {
-        for (int r = 0; r < e.size; r++) {
-            check(widths[r] > 0, "every rank has some columns");
-            starts.push_back(starts.back() + widths[r]);
-            widest = std::max(widest, widths[r]);
-        }
-        check(x.rows == y.rows && x.width == widths[e.rank] && y.width == starts.back(),
+        : in(x), out(y), shape(y), exchange(e), columns(e, widths) {
+        check(x.rows == y.rows && x.width == widths[e.rank] && y.width == columns.starts.back(),
               "a rank gives its columns, and gets all");
-        check(widest * 4 <= e.slot_bytes, "a slot holds a row at least");
     }
 
     void run(Team& team, const Context& context) const override {
-        const int64_t rows = context.rows(shape), most = exchange.slot_bytes / (widest * 4);
-        const int own = exchange.rank;
         uint32_t turn = exchange.turn();
-        for (int64_t first = 0; first < rows; first += most, turn++) {
-            const int64_t count = std::min(most, rows - first);
-            const int32_t width = starts[size_t(own) + 1] - starts[size_t(own)];
-            float* slot = exchange.slot(turn, own);
-            each_run(team, count, width, [&](int64_t row, int64_t from, int64_t to) {
-                const float* x = in.row(first + row) + from;
-                std::memcpy(slot + row * width + from, x, size_t(to - from) * 4);
-                std::memcpy(out.row(first + row) + starts[size_t(own)] + from, x, size_t(to - from) * 4);
-            });
-            team.barrier();
-            if (team.id == 0) {
-                exchange.count(count * width * 4 * (exchange.size - 1));
-                exchange.arrive(turn);
-            }
-            exchange.await(turn);
-            for (int r = 0; r < exchange.size; r++) {
-                if (r == own) continue;
-                const int32_t theirs = starts[size_t(r) + 1] - starts[size_t(r)];
-                const float* from_slot = exchange.slot(turn, r);
-                each_run(team, count, theirs, [&](int64_t row, int64_t from, int64_t to) {
-                    std::memcpy(out.row(first + row) + starts[size_t(r)] + from, from_slot + row * theirs + from,
-                                size_t(to - from) * 4);
-                });
-            }
-        }
-    }
-
-    // This thread's part of `rows` x `width`, fixed: rows, or columns where there are few of them.
-    template <class Body>
-    static void each_run(const Team& team, int64_t rows, int64_t width, Body body) {
-        if (rows >= team.size) {
-            for (int64_t row = rows * team.id / team.size; row < rows * (team.id + 1) / team.size; row++)
-                body(row, 0, width);
-            return;
-        }
-        const int64_t from = width * team.id / team.size, to = width * (team.id + 1) / team.size;
-        for (int64_t row = 0; row < rows && from < to; row++) body(row, from, to);
+        const int32_t start = columns.starts[size_t(exchange.rank)];
+        columns.gather(
+            team, exchange, turn, context.rows(shape),
+            [&](int64_t row, int64_t from, int64_t to, float* piece) {
+                const float* x = in.row(row) + from;
+                std::memcpy(piece, x, size_t(to - from) * 4);
+                std::memcpy(out.row(row) + start + from, x, size_t(to - from) * 4);
+            },
+            [&](int64_t row) { return out.row(row); });
     }
 };
 

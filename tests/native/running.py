@@ -45,11 +45,12 @@ def execute(
     isa: str, threads: int, inputs: Sequence[F32], out_width: int | None,
     make: Callable[[list[int], int], NativeOp | list[NativeOp]], *, plan: StepPlan | None = None,
     planes: Sequence[Planes] = (), rows: npt.NDArray[np.int32] | None = None, out_rows: int = TOKENS,
+    on: Pool | None = None,
 ) -> F32:  # fmt: skip
     """The output register, copied, after `make(input registers, output register)` has run once.
 
     Every input [T, width] has a register; the output has one of its own, or (None) is the first input's: in place.
-    Memory around each row of the output's buffer is checked to be left alone.
+    Memory around each row of the output's buffer is checked to be left alone. `on`: other threads than `pool`'s.
     """
     num_tokens = len(inputs[0])
     plan = plan or plan_of([0, num_tokens], [0])
@@ -62,7 +63,7 @@ def execute(
         out = layout.view(layout.buffer(out_width + 2 * guard, out_rows), guard, out_width)
     made = make(numbers, out)
     program = NativeProgram(
-        pool(isa, threads), made if isinstance(made, list) else [made], layout, planes,
+        on or pool(isa, threads), made if isinstance(made, list) else [made], layout, planes,
         max_tokens=num_tokens + 3, max_rows=max(1, len(rows)) + 2,
     )  # fmt: skip
     for array in program.arena:

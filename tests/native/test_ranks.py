@@ -16,7 +16,7 @@ from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.program import Pool
 from penstock.parallel import shard as sharding
 from penstock.parallel.comm import SharedComm, shared_memory
-from penstock.plan.ranks import ranked_groups
+from penstock.plan.ranks import even_ranges, ranked_groups
 from tests import specs
 from tests.engine.harness import Knobs, config_for
 from tests.native.running import ISAS, pytestmark_native
@@ -46,7 +46,8 @@ class Ranked:
     """As `Paged`, on `size` ranks in threads."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Any, size: int, *, threads: int, sums: bool = False, **how: Any
+        self, spec: ModelSpec, weights: Any, size: int, *, threads: int, sums: bool = False,
+        whole_experts: bool = False, **how: Any,
     ) -> None:  # fmt: skip
         memory = shared_memory(size)
         self.comms = [SharedComm(memory, rank, size, slot_bytes=4096, spin_us=20) for rank in range(size)]
@@ -57,7 +58,7 @@ class Ranked:
             rank.groups, _ = ranked_groups(config_for(Knobs(ops="native", ranks=size)), spec, rank.groups)
             rank.planes = [_planes(g, 400, rank.block_size) for g in rank.groups]
             whole = rank.graph
-            rank.graph, rows = sharding.shard(whole, rank.groups, comm, sums=sums)
+            rank.graph, rows = sharding.shard(whole, rank.groups, comm, sums=sums, whole_experts=whole_experts)
             self.held.append((whole, rank.graph, rows))
             rank.on(NativeBackend(Pool(open_library(libraries()[ISAS[-1]]), threads, spin_us=5)))
             self.ranks.append(rank)
@@ -139,7 +140,7 @@ def test_H01_bytes_between_ranks_are_what_the_formula_says() -> None:
     for rank in range(size):
 
         def own(width: int, unit: int = 5, rank: int = rank) -> int:
-            first, last = sharding.even_ranges(width, size, unit)[rank]
+            first, last = even_ranges(width, size, unit)[rank]
             return last - first
 
         for n, mixer in enumerate(mixers):
@@ -173,7 +174,7 @@ def test_H01_sums_of_ranks_are_within_what_they_declare_and_two_exchanges_a_laye
         assert np.allclose(want, other["a"], rtol=0, atol=1e-4 * np.abs(want).max())
     if name in ("llama_gqa", "llama_mha"):
         layers, exchange = len(spec.layers), ranked.comms[0].exchange
-        first, last = sharding.even_ranges(spec.vocab_size, size, 5)[0]
+        first, last = even_ranges(spec.vocab_size, size, 5)[0]
         gathers, given = exchange.given(0)
         assert given == 4 * (size - 1) * 12 * (layers * 2 * spec.hidden_size + last - first)
 

@@ -210,7 +210,7 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.plan.experts import expert_sizes
     from penstock.plan.flops import num_active_params
     from penstock.plan.memory import gib
-    from penstock.plan.ranks import possible_sizes
+    from penstock.plan.ranks import possible_sizes, rank_bytes
 
     path = config.model.model
     checkpoint = open_model(local_path(path))
@@ -231,13 +231,20 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     sizes = [n for n in possible_sizes(spec) if n > 1]
     if sizes:
         fits = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+        part = gib(rank_bytes(spec, plan.held, plan.weight_bytes, sizes[0]))
         console.print(
-            f"Over processes of this machine: --tensor-parallel-size {fits}; with {sizes[0]} each holds about "
-            f"{gib(-(-plan.weight_bytes // sizes[0]))} of weights.", highlight=False, markup=False,
+            f"Over processes of this machine: --tensor-parallel-size {fits}; with {sizes[0]} each holds about {part} "
+            "of weights.", highlight=False, markup=False,
         )  # fmt: skip
     total, least = expert_sizes(spec, plan.held)
     if total:
         console.print(
             f"Its experts take {gib(total)}: --expert-memory-bytes, {least} at least, leaves others on the disk.",
+            highlight=False,
+        )
+    if total and sizes:
+        apart = gib(rank_bytes(spec, plan.held, plan.weight_bytes, sizes[0], whole_experts=True))
+        console.print(
+            f"With --enable-expert-parallel each of {sizes[0]} ranks has whole experts, about {apart} of weights.",
             highlight=False,
         )

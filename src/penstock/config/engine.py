@@ -362,6 +362,11 @@ class ExecutionConfig(Section):
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "
         "exchanges a layer instead of four, but logits differ by up to 1e-4. Plain weights only.",
     )
+    enable_expert_parallel: bool = setting(
+        False,
+        "With several ranks: each has whole experts of a mixture, instead of some outputs of every expert, and ranks "
+        "give each other what theirs made of the tokens that chose them. The tokens are those of one rank.",
+    )
     packed_weights: str = setting(
         "auto",
         "Where weights are that an earlier start has packed. copied: in huge pages, quicker to read. mapped: in the "

@@ -82,6 +82,7 @@ ALIASES: dict[str, SameName] = {
     # vLLM's short forms, SGLang
     "tp": SameName("tensor_parallel_size", ("-tp",)),
     "tp_size": SameName("tensor_parallel_size"),
+    "ep": SameName("enable_expert_parallel", ("-ep",)),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -140,7 +141,9 @@ _add("use penstock --log-level debug COMMAND, or --stats with run", "verbose/-v"
 _add("ask for it in a request: response_format or structured_outputs", "json_schema grammar grammar_file")
 
 # --- not in this version
-_add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size ep_size "
+_add("the ranks of tensor_parallel_size share experts out, as enable_expert_parallel says; use that", "ep_size "
+     "expert_parallel_size", 1)  # fmt: skip
+_add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size "
      "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
 _add(
     "running one model on several devices isn't in this version; leave it away",
@@ -148,7 +151,7 @@ _add(
     "nccl_port split_mode/-sm tensor_split/-ts main_gpu/-mg base_gpu_id device_ids",
 )  # fmt: skip
 _add("running one model on several devices isn't in this version; leave it away",
-     "enable_expert_parallel/-ep enable_eplb sharded", False, switch=True)  # fmt: skip
+     "enable_eplb sharded", False, switch=True)  # fmt: skip
 _add("running several replicas isn't in this version; use 1", "data_parallel_size/-dp dp_size", 1)
 _add("adapters are PEFT folders, named with lora_modules: name=path", "lora lora_adapters lora_scaled")
 _add("images and sound aren't in this version; leave it away", "mmproj mmproj_url limit_mm_per_prompt "

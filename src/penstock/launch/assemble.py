@@ -234,6 +234,7 @@ def model_of(
         ),
         comm=comm,
         sums=config.execution.tensor_parallel_sums,
+        whole_experts=config.execution.enable_expert_parallel,
     )  # fmt: skip
 
 
@@ -248,7 +249,8 @@ def comm_of(spec: RankSpec) -> Comm | None:
 
 def shard_name(config: EngineConfig, comm: Comm) -> str:
     """What a rank's packed weights are known by."""
-    return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums}"
+    experts = "whole experts" if config.execution.enable_expert_parallel else "experts by outputs"
+    return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums} {experts}"
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

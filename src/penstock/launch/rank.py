@@ -167,7 +167,11 @@ def read_parts(
     packed = packed_weights(config, checkpoint, plan, backend, "" if comm is None else shard_name(config, comm))
     if packed is not None and not keep and packed.matrices is None:
         packed = None
-    skip = packed.names() if packed is not None else ()
+    skip = packed.names() if packed is not None else frozenset()
+    if comm is not None and config.execution.enable_expert_parallel:
+        from penstock.parallel.experts import elsewhere  # one rank has all
+
+        skip |= elsewhere(checkpoint.spec, comm.rank, comm.size)
     was_packed = packed is not None and packed.matrices is not None
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
     release_pages(weights)

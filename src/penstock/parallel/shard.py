@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,9 @@ import numpy as np
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.graph import Graph, Node, Value, result_of
 from penstock.ops.adapters import LowRank, Rescaled
-from penstock.ops.stored import StoredMatrix, Weight
 from penstock.parallel.comm import Comm
-from penstock.plan.ranks import LEAST_ROWS, UNIT
-
-Ranges = tuple[tuple[int, int], ...]
-"""Columns of each rank: first, last + 1."""
+from penstock.parallel.experts import Shared, by_outputs, rows_of
+from penstock.plan.ranks import LEAST_ROWS, UNIT, Ranges, expert_ranges, output_ranges
 
 _BY_COLUMNS = {"activate", "activate_gated", "xielu", "multiply", "add", "scale", "clip", "soft_cap"}
 """Operations whose result in a column needs their inputs in that column only."""
@@ -45,13 +41,6 @@ class _Made:
     whole: Value | None = None
 
 
-def even_ranges(width: int, size: int, unit: int) -> Ranges:
-    """`width` columns for `size` ranks, in runs of `unit`; the last run may be short."""
-    units = -(-width // unit)
-    ends = [min(width, units * r // size * unit) for r in range(size + 1)]
-    return tuple(pairwise(ends))
-
-
 def head_ranges(num_heads: int, dim: int, size: int) -> Ranges:
     """Columns of `num_heads` heads for `size` ranks; where there are fewer heads than ranks, several have the same."""
     if num_heads >= size:
@@ -60,11 +49,6 @@ def head_ranges(num_heads: int, dim: int, size: int) -> Ranges:
         return tuple((r * each * dim, (r + 1) * each * dim) for r in range(size))
     assert size % num_heads == 0, f"{num_heads} heads for {size} ranks"
     return tuple((r * num_heads // size * dim, (r * num_heads // size + 1) * dim) for r in range(size))
-
-
-def rows_of(weight: Weight, first: int, last: int) -> Weight:
-    """Rows first ... last - 1 of a matrix [N, K], as it is: nothing is read, decoded or rounded."""
-    return weight.rows(first, last) if isinstance(weight, StoredMatrix) else weight[first:last]
 
 
 def outputs_of(part: LowRank, first: int, last: int) -> LowRank:
@@ -83,8 +67,10 @@ def outputs_of(part: LowRank, first: int, last: int) -> LowRank:
 
 
 class _Shard:
-    def __init__(self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool) -> None:
-        self._graph, self._comm, self._sums = graph, comm, sums
+    def __init__(
+        self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool, whole_experts: bool
+    ) -> None:  # fmt: skip
+        self._graph, self._comm, self._sums, self._whole_experts = graph, comm, sums, whole_experts
         self._made: dict[int, _Made] = {}
         self.nodes: list[Node] = []
         self.rows: dict[str, tuple[int, int]] = {}
@@ -125,11 +111,10 @@ class _Shard:
 
     def _ranges(self, node: Node) -> Ranges:
         """Of the outputs of a product; nothing if every rank has all of them."""
-        rows = node.bound[0].shape[0]
-        if id(node) in self._wanted:
-            return self._wanted[id(node)]
-        size = self._comm.size
-        return even_ranges(rows, size, UNIT) if rows >= max(LEAST_ROWS * size, UNIT * (size - 1) + 1) else ()
+        return self._wanted[id(node)] if id(node) in self._wanted else self._even(node.bound[0].shape[0])
+
+    def _even(self, rows: int) -> Ranges:
+        return output_ranges(rows, self._comm.size, UNIT, LEAST_ROWS)
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -182,6 +167,8 @@ class _Shard:
         if node.op in ("write_kv", "attention") and node.bound[0] in self._split:
             self._attention(node)
             return
+        if node.op == "experts" and self._comm.exchange is not None and self._experts(node):
+            return
         ranges = self.ranges_of(node.inputs[0]) if node.inputs else ()
         if ranges and node.out is not None and node.out.heads is not None:
             ranges = ranges if _whole_heads(ranges, node.out.width // node.out.heads) else ()
@@ -207,6 +194,24 @@ class _Shard:
         if name in self._tables:  # looked up whole, too: another matrix
             name = "own." + name
         self._add(node, [self.whole(node.inputs[0])], ranges, bound=bound, weights=(name, *more))
+
+    def _experts(self, node: Node) -> bool:
+        """Some outputs of every expert, or some experts, as native kernels exchange them; False: too few outputs."""
+        weights, comm, named = node.bound[0], self._comm, dict(node.named)
+        outputs: Ranges = ()
+        if self._whole_experts:
+            ranges = expert_ranges(len(weights), comm.size)
+            own = weights[slice(*ranges[comm.rank])]
+            named["shared"] = Shared(comm, starts=(*(first for first, _ in ranges), len(weights)))
+        else:
+            inner, outputs = self._even(weights[0].up.shape[0]), self._even(weights[0].down.shape[0])
+            if not inner and not outputs:
+                return False
+            own = by_outputs(weights, inner, outputs, comm.rank)
+            if inner:
+                named["shared"] = Shared(comm, widths=tuple(last - first for first, last in inner))
+        self._add(node, [self.whole(v) for v in node.inputs], outputs, bound=(own,), named=named)
+        return True
 
     def _partial_sums(self, node: Node) -> bool:
         """The product by this rank's inputs alone, and the sum of all ranks'; False if its inputs are not apart."""
@@ -325,14 +330,15 @@ def split_groups(graph: Graph, groups: Sequence[CacheGroup]) -> set[int]:
 
 
 def shard(
-    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False
+    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False, whole_experts: bool = False
 ) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
     """What this rank runs of `graph`, and the rows of each weight that it has, where it has not all of them.
 
     `groups`: of the rank (`plan.ranks.ranked_groups`). `sums`: products whose inputs ranks have parts of are split by
-    inputs, where weights are plain numbers.
+    inputs, where weights are plain numbers. `whole_experts`: each rank has some experts of a mixture, not some outputs
+    of all; every layer has one for each rank at least.
     """
-    made = _Shard(graph, groups, comm, sums)
+    made = _Shard(graph, groups, comm, sums, whole_experts)
     head = 0
     for i, node in enumerate(graph.nodes):
         if i == graph.head:

@@ -5,12 +5,13 @@ Source: Williams, Waterman and Patterson, Roofline, CACM 52 (2009); its use for 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, NamedTuple
 
 from penstock.core.model_spec import ModelSpec
 from penstock.core.step_shape import StepShape
 from penstock.plan.devices import Device
-from penstock.plan.flops import model_work
+from penstock.plan.flops import ExpertWork, model_work
 
 
 class Phase(NamedTuple):
@@ -62,6 +63,9 @@ class RooflineTimer:
             work.linear_bytes_per_token / read,
             work.weight_bytes / read,
         )
+        self._read_bytes_per_s = read
+        # Layers whose experts are alike are looked at together.
+        self._experts: dict[ExpertWork, int] = Counter(work.experts)
         self._head = (
             work.head_flops_per_logit / flops,
             work.head_bytes_per_logit / read,
@@ -86,6 +90,8 @@ class RooflineTimer:
         if t:
             flop, byte, weights = self._layers
             compute, memory = t * flop, weights + t * byte
+            if self._experts:
+                memory += self._experts_s(t)
             total += compute if compute > memory else memory
         if logits:
             flop, byte, weights = self._head
@@ -107,7 +113,7 @@ class RooflineTimer:
         """The layers' products, the LM head, attention: with `overhead_s` they add up to `step_s`."""
         t, b, context, pairs, logits = shape
         flop, byte, weights = self._layers
-        layers = Phase("layers", t * flop, (weights if t else 0.0) + t * byte)
+        layers = Phase("layers", t * flop, (weights + self._experts_s(t) if t else 0.0) + t * byte)
         flop, byte, weights = self._head
         head = Phase("head", logits * flop, (weights if logits else 0.0) + logits * byte)
         pair, token, read, write, state = self._mixer
@@ -116,6 +122,10 @@ class RooflineTimer:
             "attention", compute + pairs * pair + t * token, memory + context * read + t * write + b * state
         )
         return layers, head, attention
+
+    def _experts_s(self, num_tokens: int) -> float:
+        """Seconds to read the experts that a step of so many tokens is expected to choose."""
+        return sum(n * layer.read_bytes(num_tokens) for layer, n in self._experts.items()) / self._read_bytes_per_s
 
     def _windowed(self, shape: StepShape) -> tuple[float, float]:
         """(compute, memory) seconds of layers with a sliding window."""

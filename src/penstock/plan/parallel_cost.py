@@ -1,9 +1,10 @@
 """What layers cost on several devices: seconds of a step, bytes on the wire and bytes that a rank keeps.
 
-A stage is a run of layers on `degree` devices, its ranks. The ranks share products out by their outputs and attention
-by heads, and gather where rows are needed whole, as `penstock.parallel.shard` does it; what that runs whole on every
-rank (experts, latent attention, recurrences, small products, the embedding) costs every rank all of it here, too. Time
-is the roofline's (`plan.cost`), layer by layer, plus the exchanges. One device and layers that are alike: the same.
+A stage is a run of layers on `degree` devices, its ranks. The ranks share products out by their outputs, those of every
+expert too, and attention by heads, and gather where rows are needed whole, as `penstock.parallel.shard` does it; what
+that runs whole on every rank (latent attention, recurrences, small products, the embedding) costs every rank all of it
+here, too. Time is the roofline's (`plan.cost`), layer by layer, plus the exchanges. One device and layers that are
+alike: the same.
 
 What is not in it: exchanges that go on while something is computed, buffers of activations, quantised weights.
 """
@@ -24,7 +25,7 @@ from penstock.core.model_spec import Attention, Experts, Layer, Mixer, ModelSpec
 from penstock.core.step_shape import StepShape
 from penstock.plan.devices import Device
 from penstock.plan.flops import StepWork, model_work
-from penstock.plan.ranks import LEAST_ROWS, possible_sizes
+from penstock.plan.ranks import LEAST_ROWS, output_ranges, possible_sizes
 
 _WIRE_BYTES = 4  # activations are exchanged in float32
 _ABSORBED = ("kv_b", "k_b", "v_b", "o_a")  # multiplied within attention, on every rank: not with rows
@@ -171,20 +172,21 @@ class ParallelCosts:
         idle = 1.0 - kept / numbers if numbers else 0.0  # of the products: what other ranks do
         work = self._work(kind, rows)
         experts = work.linear_bytes - self._work_without_experts(kind, rows)
+        chosen, all_experts, others, exchanged = self.experts(layer, degree)
         compute, read = self._phase(
-            work.linear_flops - 2 * shape.num_tokens * numbers * idle,
-            work.linear_bytes - (work.linear_bytes - experts) * idle,
+            work.linear_flops - 2 * shape.num_tokens * (numbers * idle + chosen * others),
+            work.linear_bytes - (work.linear_bytes - experts) * idle - experts * others,
         )
         parts = degree if self._by_heads(layer.mixer, degree) else 1
         more = self._phase(work.mixer_flops / parts, self._of_heads(work.mixer_bytes, layer.mixer, degree))
-        link_s, wire = self._gathers(gathered, shape.num_tokens, degree)
+        link_s, wire = self._gathers([*gathered, *exchanged], shape.num_tokens, degree)
         return RankCost(
             compute_s=compute + more[0],
             read_s=read + more[1],
             link_s=link_s,
             overhead_s=self._device.layer_overhead_s,
             wire_bytes=wire,
-            weight_bytes=round((everything - numbers + kept) * DTYPE_BYTES[self._dtype]),
+            weight_bytes=round((everything - numbers + kept - all_experts * others) * DTYPE_BYTES[self._dtype]),
         )
 
     def _weights(self, layer: Layer) -> Shapes:
@@ -212,6 +214,23 @@ class ParallelCosts:
                     gathered.append(outputs)
             kept += outputs * inputs * own
         return kept, gathered
+
+    def experts(self, layer: Layer, degree: int) -> tuple[int, int, float, list[int]]:
+        """Numbers in the matrices of a token's experts, and of all; the part of them that a rank leaves to others; and
+        what is exchanged of a token: its rows between the products, and what its experts give."""
+        f = layer.ffn
+        if not isinstance(f, Experts):
+            return 0, 0, 0.0, []
+        width, size, first = f.expert.width, f.expert_size(self._spec.hidden_size), 2 if f.expert.gated else 1
+        inner, outputs = bool(output_ranges(width, degree)), bool(output_ranges(size, degree))
+        one = (first + 1) * width * size
+        others = (first * inner + outputs) / (first + 1) * (1 - 1 / degree)
+        exchanged = [f.top_k * width] if inner and degree > 1 else []
+        # Where a shared expert's outputs are apart, too, their sum is what is gathered.
+        apart = f.shared is None or f.shared_gate or f.apart is not None or f.latent is not None
+        if outputs and degree > 1 and apart:
+            exchanged.append(size)
+        return f.top_k * one, f.num_experts * one, others, exchanged
 
     def _gathers(self, widths: list[int], tokens: int, degree: int) -> tuple[float, int]:
         """Seconds, and bytes of all ranks: each gives its columns to all others."""

@@ -1,23 +1,50 @@
-"""What each of several ranks of one model keeps: whose keys and values are shared out."""
+"""What each of several ranks of one model keeps: of weights, of experts, and whose keys and values are shared out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup, PlaneSpec
+from penstock.core.held_weights import HeldWeights
 from penstock.core.kv_codec import KV_CODECS, scales_name
 from penstock.core.machine import Machine
-from penstock.core.model_spec import Attention, ModelSpec
+from penstock.core.model_spec import Attention, Experts, ModelSpec, weight_shapes
 
 MOST_RANKS = 64
 UNIT = 64
 """Outputs of a product are shared out in runs of so many: a panel of the native kernels."""
 LEAST_ROWS = 128
 """Of a product's outputs that a rank gets; smaller products run whole everywhere: an exchange costs more."""
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Columns, or experts, of each rank: first, last + 1."""
+
+
+def even_ranges(width: int, size: int, unit: int) -> Ranges:
+    """`width` columns for `size` ranks, in runs of `unit`; the last run may be short."""
+    units = -(-width // unit)
+    ends = [min(width, units * r // size * unit) for r in range(size + 1)]
+    return tuple(pairwise(ends))
+
+
+def output_ranges(rows: int, size: int, unit: int = UNIT, least: int = LEAST_ROWS) -> Ranges:
+    """The outputs of a product that each of `size` ranks has; nothing if there are too few, and each has all."""
+    return even_ranges(rows, size, unit) if rows >= max(least * size, unit * (size - 1) + 1) else ()
+
+
+def expert_ranges(num_experts: int, size: int) -> Ranges:
+    """The experts of each of `size` ranks, where they have whole ones; two ranks differ by one at most."""
+    return tuple(pairwise(num_experts * r // size for r in range(size + 1)))
+
+
+def _experts(spec: ModelSpec) -> list[Experts]:
+    return [layer.ffn for layer in spec.layers if isinstance(layer.ffn, Experts)]
 
 
 def _heads(spec: ModelSpec) -> set[int]:
@@ -32,8 +59,11 @@ def possible_sizes(spec: ModelSpec) -> list[int]:
 
 
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError, with the nearest that do, for a number of ranks that does not divide the model's heads."""
+    """Raises ConfigError, with the nearest that do, for a number of ranks that does not divide the model's heads, and
+    for experts that cannot be shared out whole."""
     size, heads = config.execution.tensor_parallel_size, _heads(spec)
+    if config.execution.enable_expert_parallel:
+        _check_experts(size, spec)
     if size == 1 or all(n % size == 0 for n in heads):
         return
     fit = possible_sizes(spec)
@@ -46,15 +76,75 @@ def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
     )
 
 
+def _check_experts(size: int, spec: ModelSpec) -> None:
+    least, why = min((f.num_experts for f in _experts(spec)), default=0), None
+    if not least:
+        why = "this model has no experts; leave it away"
+    elif size == 1:
+        why = "experts are shared out over ranks, and there is one; give tensor_parallel_size, or leave it away"
+    elif least < size:
+        why = f"there are {least} experts in a layer for {size} ranks; use {least} at most, or leave it away"
+    if why is not None:
+        raise ConfigError(f"enable_expert_parallel: {why}", field="enable_expert_parallel")
+
+
 def rank_machine(config: EngineConfig, machine: Machine) -> Machine:
     """One rank's share of the machine: all ranks are on it."""
     size = config.execution.tensor_parallel_size
     return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // size)
 
 
-def rank_bytes(config: EngineConfig, weight_bytes: int) -> int:
-    """About what a rank holds of `weight_bytes`."""
-    return -(-weight_bytes // config.execution.tensor_parallel_size)
+def rank_bytes(
+    spec: ModelSpec, held: HeldWeights, num_bytes: int, size: int, *, whole_experts: bool = False
+) -> int:  # fmt: skip
+    """About what a rank holds of `num_bytes` of a model's weights, the one with most: of experts what is theirs, of all
+    else an even part."""
+    if size == 1:
+        return num_bytes
+    experts, own = expert_bytes(spec, held, size, whole_experts=whole_experts)
+    total = max(1, held.num_bytes(spec))
+    return -(-num_bytes * (total - experts + size * own) // (size * total))
+
+
+def expert_bytes(spec: ModelSpec, held: HeldWeights, size: int, *, whole_experts: bool) -> tuple[int, int]:
+    """Bytes of the matrices of all experts, and of those that the rank with most has of `size` ranks."""
+    total, own = 0, [0] * size
+    layers = {f"layers.{n}": layer.ffn for n, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
+    known: dict[tuple[object, tuple[int, ...]], tuple[int, list[int]]] = {}
+    for name, shape in weight_shapes(spec).items():
+        layer, found, rest = name.partition(".experts.")
+        if not found or len(shape) != 2:
+            continue
+        key = held.matrices.get(name), shape
+        if key not in known:
+            rows, cols = shape
+            parts = [last - first for first, last in output_ranges(rows, size)] or [rows] * size
+            known[key] = held.matrix_bytes(name, (rows, cols)), [held.matrix_bytes(name, (n, cols)) for n in parts]
+        num_bytes, each = known[key]
+        total += num_bytes
+        if whole_experts:
+            ranges, expert = expert_ranges(layers[layer].num_experts, size), int(rest.split(".")[0])
+            own[next(r for r, (_, last) in enumerate(ranges) if expert < last)] += num_bytes
+        else:
+            own = [have + more for have, more in zip(own, each, strict=True)]
+    return total, max(own)
+
+
+def whose_experts(config: EngineConfig, spec: ModelSpec) -> str:
+    """For people: what ranks have of experts; empty if there are none."""
+    size, layers = config.execution.tensor_parallel_size, _experts(spec)
+    if not layers:
+        return ""
+    if config.execution.enable_expert_parallel:
+        counts = [last - first for f in layers for first, last in expert_ranges(f.num_experts, size)]
+        least, most = min(counts), max(counts)
+        return f"each rank has {most} whole experts of a layer" if least == most else (
+            f"each rank has {least} to {most} whole experts of a layer"
+        )  # fmt: skip
+    split = any(
+        output_ranges(f.expert.width, size) or output_ranges(f.expert_size(spec.hidden_size), size) for f in layers
+    )
+    return "each rank has some outputs of every expert" if split else "each rank has all of its small experts"
 
 
 def ranked_groups(

@@ -31,7 +31,7 @@ from penstock.plan.layerkv import check_layerkv
 from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
 from penstock.plan.modules import check_modules
 from penstock.plan.positions import rope_decision
-from penstock.plan.ranks import check_ranks, rank_bytes, rank_machine, ranked_groups
+from penstock.plan.ranks import check_ranks, rank_bytes, rank_machine, ranked_groups, whose_experts
 from penstock.plan.weights import (
     NO_CODES,
     StoredFormats,
@@ -118,7 +118,11 @@ def resolve(
     for away, decision in experts_in_memory(config, spec, held, traits):
         weight_bytes -= away
         decisions.extend([decision])
-    in_memory = rank_bytes(config, resident_bytes(config, weight_bytes, traits, keeping))
+    ranks = config.execution.tensor_parallel_size
+    in_memory = rank_bytes(
+        spec, held, resident_bytes(config, weight_bytes, traits, keeping), ranks,
+        whole_experts=config.execution.enable_expert_parallel,
+    )  # fmt: skip
     check_weights(in_memory, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))
     packed_weights = copies_packed(config, weight_bytes, machine)
@@ -184,7 +188,8 @@ def resolve(
             "kv_cache_memory_bytes", kv_bytes,
             f"at most, taken a little ahead of use; the limit is {budget.why}",
         )  # fmt: skip
-    if (ranks := config.execution.tensor_parallel_size) > 1:
+    if ranks > 1:
+        why_whose += f"; {experts}" if (experts := whose_experts(config, spec)) else ""
         why = f"each holds about {gib(in_memory)} of weights, and up to {gib(kv_bytes)} of keys and values"
         decisions.add("tensor_parallel_size", ranks, f"{why}; {why_whose}")
     _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)

@@ -15,8 +15,8 @@ from penstock.backends.reference import ReferenceBackend
 from penstock.core.model_spec import Attention
 from penstock.parallel import shard as sharding
 from penstock.parallel.comm import LocalGroup, SharedComm, shared_memory
-from penstock.parallel.shard import even_ranges, head_ranges
-from penstock.plan.ranks import ranked_groups
+from penstock.parallel.shard import head_ranges
+from penstock.plan.ranks import even_ranges, ranked_groups
 from tests import specs
 from tests.engine.harness import Knobs, config_for
 from tests.engine.processes import num_fds

@@ -214,9 +214,17 @@ def test_K11_an_operator_by_hand() -> None:
 
 
 def test_a_step_is_overhead_and_the_slower_of_computing_and_reading_in_each_phase() -> None:
-    spec = model()
+    check_by_hand(model(), EMPTY.plus(99, 1, 1).plus(0, 200, 1))
+
+
+@pytest.mark.parametrize("name", specs.ALL)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_that_tokens_choose_are_read(name: str, tokens: int) -> None:
+    check_by_hand(specs.make(name)[0], EMPTY.plus(99, 1, 1).plus(0, tokens, 1))
+
+
+def check_by_hand(spec: ModelSpec, shape: StepShape) -> None:
     timer: StepTimer = RooflineTimer(spec, ROUND, dtype="float32")
-    shape = EMPTY.plus(99, 1, 1).plus(0, 200, 1)
     work = model_work(spec, "float32").step(shape)
     by_hand = 0.25 + sum(
         max(flops / 1e9, num_bytes / 1e8)
@@ -227,6 +235,7 @@ def test_a_step_is_overhead_and_the_slower_of_computing_and_reading_in_each_phas
         )
     )
     assert timer.step_s(shape) == pytest.approx(by_hand, rel=1e-12)
+    assert 0.25 + sum(phase.seconds for phase in timer.phases(shape)) == pytest.approx(by_hand, rel=1e-12)
     assert timer.copy_s(10**8) == 2.0
     assert timer.step_s(EMPTY) == 0.25
     assert timer.name == "roofline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,11 @@ from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
 from penstock.ops.native.adapters import NativeTable
 from penstock.ops.native.matrix import Packed, Segments
 from penstock.ops.native.packers import DTYPES
-from penstock.ops.native.program import ChosenPages, Layout, NativeOp, RawKeys
+from penstock.ops.native.program import ChosenPages, ExpertShare, Layout, NativeOp, RawKeys
 from penstock.ops.stored import StoredMatrix, alike
+
+if TYPE_CHECKING:
+    from penstock.parallel.experts import Shared
 
 
 class NotNativeError(Exception):
@@ -530,12 +533,16 @@ class _Emitter:
         assert routes.maker is not None
         top_k = routes.maker.bound[0]
         inputs = (self.register(x), self.register(Value(routes.maker, 2 * top_k, routes.rows)))
-        n = (len(weights), top_k, int(named["scale_input"]), ACTIVATIONS[named["activation"]])
-        pointers = tuple(
+        share: Shared | None = named.get("shared")
+        total = share.starts[-1] if share is not None and share.starts else len(weights)
+        n = (total, top_k, int(named["scale_input"]), ACTIVATIONS[named["activation"]])
+        pointers: tuple[Any, ...] = tuple(
             Segments([self._matrices[run.name] for run in runs]) if runs else None
             for runs in (stacks.first, stacks.beside, stacks.down)
         )
-        label = f"{weights[0].name}... of {len(weights)}"
+        if share is not None:
+            pointers = (*pointers, ExpertShare(share.comm.exchange, share.widths, share.starts))
+        label = f"{weights[0].name}... of {total}"
         # Rows are read again for every panel: the result must not lie on them.
         out = self._new_home(node)
         f = (named["limit"] or 0.0,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 18
+ABI = 19
 PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
@@ -244,6 +244,14 @@ class Exchange(c.Structure):
         ("slot_bytes", c.c_int64),
         ("spin_us", c.c_int32),
         ("unused", c.c_int32),
+    )
+
+
+class SharedExperts(c.Structure):
+    _fields_ = (
+        ("exchange", c.c_void_p),
+        ("widths", c.c_void_p),
+        ("experts", c.c_void_p),
     )
 
 

@@ -15,7 +15,19 @@ from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.kv_codec import scales_name
 from penstock.core.selection import PageReads, TokenReads
-from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Pages, Plane, Register, Rotation, StepArgs
+from penstock.ops.native.abi import (
+    SELECTED,
+    TOKENS,
+    DType,
+    Group,
+    Kind,
+    Pages,
+    Plane,
+    Register,
+    Rotation,
+    SharedExperts,
+    StepArgs,
+)
 from penstock.ops.native.abi import Op as OpStruct
 from penstock.ops.native.packers import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
@@ -87,6 +99,20 @@ class ChosenPages:
 
     def __init__(self, reads: PageReads | TokenReads, low: int, high: int, max_tokens: int) -> None:
         self.struct = Pages(reads.share, low, high, reads.tokens or 0, reads.recent, max_tokens)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+
+class ExpertShare:
+    """The fourth pointer of a PST_EXPERTS that ranks share out, `exchange` being where they do. One of both: `widths`,
+    of every rank's columns between the products; `starts` [ranks + 1], where each rank's experts begin."""
+
+    def __init__(self, exchange: Any, widths: Sequence[int] = (), starts: Sequence[int] = ()) -> None:
+        self._keep = exchange, np.array(widths, np.int32), np.array(starts, np.int32)
+        _, columns, experts = self._keep
+        self.struct = SharedExperts(exchange.address, *(_address(x) if len(x) else None for x in (columns, experts)))
 
     @property
     def address(self) -> int:
