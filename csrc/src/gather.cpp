@@ -3,72 +3,16 @@
 // Every rank has a line in that memory, where it says how many gathers it has filled its slot for, and two slots, which
 // take turns. Who fills a slot for gather t has waited for everybody's t - 1, and they are done with t - 2 by then: so
 // one wait is enough for each.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "exchange.h"
 #include "ops.h"
 #include "pieces.h"
 
 namespace pst {
 
 namespace {
-
-static_assert(sizeof(pst_rank_line) == 64, "a line of the cache for each rank");
-
-struct Exchange {
-    pst_rank_line* lines;
-    uint8_t* slots;
-    int rank, size;
-    int64_t slot_bytes, spin_ns;
-
-    Exchange(const pst_exchange& e)
-        : lines(static_cast<pst_rank_line*>(e.memory)), slots(static_cast<uint8_t*>(e.memory) + PST_LINES_BYTES),
-          rank(e.rank), size(e.size), slot_bytes(e.slot_bytes), spin_ns(int64_t(e.spin_us) * 1000) {}
-
-    float* slot(uint32_t turn, int whose) const {
-        return reinterpret_cast<float*>(slots + ((turn & 1) * size + whose) * slot_bytes);
-    }
-    // Of the next gather.
-    uint32_t turn() const { return __atomic_load_n(&lines[rank].arrived, __ATOMIC_RELAXED) + 1; }
-
-    // Whoever arrives looks at `sleepers` after it; whoever sleeps counts itself before the kernel compares.
-    void arrive(uint32_t turn) const {
-        pst_rank_line& own = lines[rank];
-        __atomic_store_n(&own.arrived, turn, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
-    }
-    static bool is_there(uint32_t arrived, uint32_t turn) { return int32_t(arrived - turn) >= 0; }
-
-    void await(uint32_t turn) const {
-        for (int whose = 0; whose < size; whose++)
-            if (whose != rank) await(lines[whose], turn);
-    }
-    void await(pst_rank_line& line, uint32_t turn) const {
-        int64_t until = 0;
-        for (;;) {
-            for (int i = 0; i < 64; i++) {
-                if (is_there(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE), turn)) return;
-                relax();
-            }
-            const int64_t now = now_ns();
-            if (!until) until = now + spin_ns;
-            if (now >= until) break;
-        }
-        __atomic_fetch_add(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-        for (uint32_t seen; !is_there(seen = __atomic_load_n(&line.arrived, __ATOMIC_SEQ_CST), turn);)
-            syscall(SYS_futex, &line.arrived, FUTEX_WAIT, seen, nullptr, nullptr, 0);
-        __atomic_fetch_sub(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-    }
-    void count(int64_t bytes) const {
-        lines[rank].gathers++;
-        lines[rank].bytes += uint64_t(bytes);
-    }
-};
 
 void check_exchange(const pst_exchange& e) {
     check(e.memory && e.size > 1 && e.size <= PST_MAX_RANKS, "ranks share memory, and there are at least two");
@@ -111,7 +55,7 @@ struct Gather final : Op {
             team.barrier();
             if (team.id == 0) {
                 exchange.count(count * width * 4 * (exchange.size - 1));
-                exchange.arrive(turn);
+                exchange.arrive(turn, count * width * 4);
             }
             exchange.await(turn);
             for (int r = 0; r < exchange.size; r++) {
@@ -160,7 +104,7 @@ extern "C" int64_t pst_exchange_time(const pst_exchange* given, int64_t bytes, i
         if (i == 0) began = pst::now_ns();
         const uint32_t turn = exchange.turn();
         std::memcpy(exchange.slot(turn, exchange.rank), own.data(), size_t(bytes));
-        exchange.arrive(turn);
+        exchange.arrive(turn, bytes);
         exchange.await(turn);
         for (int r = 0; r < exchange.size; r++)
             std::memcpy(all.data() + size_t(r) * size_t(bytes), exchange.slot(turn, r), size_t(bytes));
