@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -119,10 +120,9 @@ async def test_H01_streams_survive_kills_on_any_host_unchanged(tmp_path: Path) -
                 streams = [engine.submit(f"wild{number}-{i}", prompts[i], params(i)) for i in range(4)]
                 wild = [asyncio.create_task(stream.result()) for stream in streams]
                 goal = rng.randrange(1, 20)
+                first = streams[0].output.outputs[0]
                 await engine.until(
-                    lambda s=streams, goal=goal: (
-                        client.state == "ready" and len(s[0].output.outputs[0].token_ids) >= goal
-                    )
+                    lambda first=first, goal=goal: client.state == "ready" and len(first.token_ids) >= goal
                 )
                 pid = {
                     "rank there": host.ranks[0], "host": host.pid, "engine": engine.link.pid,
@@ -155,13 +155,11 @@ async def test_H01_streams_survive_kills_on_any_host_unchanged(tmp_path: Path) -
 
 def test_what_crosses_between_hosts_is_counted(tmp_path: Path) -> None:
     port = free_port()
-    with (
-        beside(Host(nano().model.model, port, tmp_path / "log", ranks=3, hosts=3).start(),
-               Host(nano().model.model, port, tmp_path / "log2", ranks=3, hosts=3, host=2).start()),
-        small(ops="native", tensor_parallel_size=3, nnodes=3, master_port=port, threads=1, engine_in_process=True) as live,
-    ):  # fmt: skip
-        import httpx
-
+    others = [
+        Host(nano().model.model, port, tmp_path / f"{n}", ranks=3, hosts=3, host=n).start() for n in (1, 2)
+    ]  # fmt: skip
+    settings: dict[str, Any] = {"ops": "native", "tensor_parallel_size": 3, "nnodes": 3, "master_port": port}
+    with beside(*others), small(**settings, threads=1, engine_in_process=True) as live:
         before = scrape(live.url)
         body = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         assert httpx.post(live.url + "/v1/completions", json=body, timeout=60).status_code == 200
@@ -244,6 +242,8 @@ def test_strangers_are_refused_with_a_sentence_each_and_others_do_not_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lead_of(monkeypatch, 3.0) as lead, caplog.at_level(logging.WARNING, "penstock.ranks"), ExitStack() as stack:
+        while not caplog.records:
+            time.sleep(0.01)  # the look whether it listens
         idle = stack.enter_context(socket.create_connection(("127.0.0.1", lead.port)))  # says nothing at all
         for data, words in STRANGERS:
             caplog.clear()
@@ -361,13 +361,15 @@ def test_a_host_says_at_once_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "Traceback" not in host.said()
 
 
-def test_a_host_with_another_instruction_set_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_a_host_with_another_instruction_set_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "NODES_S", 5.0)
     port = free_port()
     host = Host(nano().model.model, port, tmp_path / "log").start(PENSTOCK_CPU_ISA="base")
     with beside(host):
-        lead = threading.Thread(target=lambda: pytest.raises(EngineError, said, nano().model.model, tensor_parallel_size=2,
-                                nnodes=2, master_port=port), daemon=True)  # fmt: skip
-        lead.start()
+        with pytest.raises(EngineError, match="host 1 did not come within 5 s"):
+            said(nano().model.model, tensor_parallel_size=2, nnodes=2, master_port=port)
         assert host.process is not None
         assert host.process.wait(60) != 0
         assert "computes with base and the lead with" in host.said()
