@@ -70,12 +70,14 @@ def pair(slow: random.Random | None) -> tuple[socket.socket, socket.socket]:
     if slow is None:
         return socket.socketpair()
     (here, a), (b, there) = socket.socketpair(), socket.socketpair()
+    ends = threading.Semaphore(0)
     for source, to in ((a, b), (b, a)):
-        threading.Thread(target=trickle, args=(source, to, slow), daemon=True).start()
+        threading.Thread(target=trickle, args=(source, to, slow, ends), daemon=True).start()
+    threading.Thread(target=close_both, args=(a, b, ends), daemon=True).start()
     return here, there
 
 
-def trickle(source: socket.socket, to: socket.socket, rng: random.Random) -> None:
+def trickle(source: socket.socket, to: socket.socket, rng: random.Random, ends: threading.Semaphore) -> None:
     with suppress(OSError):
         while data := source.recv(rng.choice([1, 7, 100, 5000])):
             if rng.random() < 0.05:
@@ -83,6 +85,14 @@ def trickle(source: socket.socket, to: socket.socket, rng: random.Random) -> Non
             to.sendall(data)
     with suppress(OSError):
         to.shutdown(socket.SHUT_RDWR)
+    ends.release()
+
+
+def close_both(a: socket.socket, b: socket.socket, ends: threading.Semaphore) -> None:
+    for _ in range(2):
+        ends.acquire()
+    a.close()
+    b.close()
 
 
 @contextmanager
@@ -216,7 +226,7 @@ def test_what_a_relay_says_of_a_rank_wakes_who_sleeps() -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(taken) == [0, 1], "somebody was not woken"
+    assert ended.empty()
     for relay in relays:
         assert relay.counts.given_frames == relay.counts.taken_frames == 3016
         relay.close()
-    assert ended.empty()
