@@ -166,8 +166,8 @@ class EngineStats(ExpertCounts):
 
     def ran(self, result: StepOutput) -> None:
         """A step that has run. Mutates: self."""
-        for name, more in zip(("num_exchanges", "num_rank_bytes", "num_wire_bytes"), result.ranks, strict=True):
-            setattr(self, name, getattr(self, name) + more)
+        for name, num in zip(("num_exchanges", "num_rank_bytes", "num_wire_bytes"), result.ranks, strict=True):
+            setattr(self, name, getattr(self, name) + num)
         self.num_keys_read, self.num_keys_shared = (
             self.num_keys_read + result.keys[0], self.num_keys_shared + result.keys[1]
         )  # fmt: skip

@@ -54,7 +54,7 @@ _END_S = 2.0
 """A process that was told to end has so long until it is killed."""
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """Of a `subprocess.Popen` what is needed of a rank's process. `pid` 0: it is on another host."""
 
     @property
@@ -67,10 +67,10 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Spawned(NamedTuple):
+class StartedRank(NamedTuple):
     """A rank's process, and the other ends of its two sockets."""
 
-    process: Process
+    process: RankProcess
     steps: socket.socket
     aside: socket.socket
 
@@ -85,7 +85,7 @@ class MultiprocExecutor(Executor):
     def __init__(
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
         box: BlackBox | None = None, command: Sequence[str] = COMMAND, inherits: Sequence[int] = (),
-        spawned: Spawned | None = None,
+        spawned: StartedRank | None = None,
     ) -> None:  # fmt: skip
         """`inherits`: further descriptors that the rank's process has, under the same numbers. `spawned`: a process
         that has begun already."""
@@ -287,7 +287,7 @@ class _Grammars:
                 answer.put(None)
 
 
-def _spawn(command: Sequence[str], box: BlackBox | None, inherits: Sequence[int] = ()) -> Spawned:
+def _spawn(command: Sequence[str], box: BlackBox | None, inherits: Sequence[int] = ()) -> StartedRank:
     """The child's ends of the sockets, and the box, are inherited by it alone. Raises EngineError."""
     (ours, theirs), (aside, their_aside) = socket.socketpair(), socket.socketpair()
     fds = [theirs.fileno(), their_aside.fileno()]
@@ -305,10 +305,10 @@ def _spawn(command: Sequence[str], box: BlackBox | None, inherits: Sequence[int]
     finally:
         theirs.close()
         their_aside.close()
-    return Spawned(process, ours, aside)
+    return StartedRank(process, ours, aside)
 
 
-def _end(process: Process, *socks: socket.socket) -> None:
+def _end(process: RankProcess, *socks: socket.socket) -> None:
     """Also called when the executor is forgotten, and when this process ends."""
     for sock in socks:
         with suppress(OSError):
@@ -321,7 +321,7 @@ def _end(process: Process, *socks: socket.socket) -> None:
         process.wait()
 
 
-def _died(process: Process) -> RankGoneError:
+def _died(process: RankProcess) -> RankGoneError:
     """Waits for the end of a process that has closed its sockets."""
     try:
         status = process.wait(_END_S)

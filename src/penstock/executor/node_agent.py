@@ -85,7 +85,7 @@ class NodeAgent:
             log.info("rank%s of %d begin", _listed(ranks), self._alike.ranks)
             fds = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
             try:
-                for fd in (*fds, relay_ended):
+                for fd in (*fds, relay_ended.fileno()):
                     poll.register(fd, select.POLLIN)
                 ready = [fd for fd, _ in poll.poll()]
             finally:

@@ -24,12 +24,12 @@ import msgspec
 
 from penstock.base.errors import EngineError, RankGoneError
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.multiproc import Spawned
+from penstock.executor.multiproc import StartedRank
 from penstock.executor.node_wire import (
+    Admitted,
     Alike,
     Begin,
     Ended,
-    Joined,
     Joins,
     admit,
     difference,
@@ -54,7 +54,7 @@ _LOOK_S = 0.25
 log = logging.getLogger("penstock.ranks")
 
 
-class Node:
+class RankHost:
     """Another host that has come, from the lead's side."""
 
     def __init__(self, host: int, channel: Channel, peer: str, gone: Callable[[], None]) -> None:
@@ -101,11 +101,11 @@ class Node:
 
 
 class RemoteProcess:
-    """A rank's process on another host; see `multiproc.Process`."""
+    """A rank's process on another host; see `multiproc.RankProcess`."""
 
     pid = 0
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: RankHost) -> None:
         self._node = node
 
     def poll(self) -> int | None:
@@ -122,7 +122,7 @@ class RemoteProcess:
         self._node.end("it was ended", -signal.SIGKILL)
 
 
-class Arrival:
+class RankArrival:
     """A rank of another host: its sockets, as they come."""
 
     def __init__(self) -> None:
@@ -143,8 +143,8 @@ class Nodes:
         address, port = config["master_addr"], config["master_port"]
         self._secret = secret_of(config["ranks_secret_file"], address)
         self._changed = threading.Condition()
-        self._nodes: dict[int, Node] = {}
-        self._arrivals: dict[int, Arrival] = {}
+        self._nodes: dict[int, RankHost] = {}
+        self._arrivals: dict[int, RankArrival] = {}
         self._closed = False
         self._group = ""
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
@@ -206,9 +206,9 @@ class Nodes:
                 problem, for_good = self._unfit(joins)
             if problem or joins is None:
                 log.warning("%s was refused: %s", peer, problem)
-                say(channel, Joined(problem, for_good))
+                say(channel, Admitted(problem, for_good))
                 return None
-            say(channel, Joined())
+            say(channel, Admitted())
             follow = self._put(channel, joins, peer)
             self._changed.notify_all()
         return follow
@@ -234,7 +234,7 @@ class Nodes:
     def _put(self, channel: Channel, joins: Joins, peer: str) -> Callable[[], None]:
         host = joins.host
         if joins.what == "node":
-            node = self._nodes[host] = Node(host, channel, peer, self._alarm)
+            node = self._nodes[host] = RankHost(host, channel, peer, self._alarm)
             return node.follow
         channel.sock.settimeout(None)
         if joins.what == "relay":
@@ -255,7 +255,7 @@ class Nodes:
             self._group = secrets.token_hex(8)
             for host, node in self._nodes.items():
                 theirs = ranks_of_host(host, self.size, self.num)
-                self._arrivals |= {rank: Arrival() for rank in theirs}
+                self._arrivals |= {rank: RankArrival() for rank in theirs}
                 try:
                     say(node.channel, Begin(self._group, theirs[0], len(theirs), self._config))
                 except PeerError as error:
@@ -312,7 +312,7 @@ class Nodes:
     def is_here(self, rank: int) -> bool:
         return rank in ranks_of_host(0, self.size, self.num)
 
-    def rank(self, spec: RankSpec) -> tuple[RankSpec, Spawned]:
+    def rank(self, spec: RankSpec) -> tuple[RankSpec, StartedRank]:
         """What it is made of there, and its process."""
         host = spec.rank // (self.size // self.num)
         arrival = self._arrivals[spec.rank]
@@ -322,7 +322,7 @@ class Nodes:
         own = msgspec.structs.replace(
             spec, exchange=joins.exchange, model=joins.model, config={**spec.config, **joins.own}
         )
-        return own, Spawned(RemoteProcess(self._nodes[host]), channel.sock, arrival.aside.sock)
+        return own, StartedRank(RemoteProcess(self._nodes[host]), channel.sock, arrival.aside.sock)
 
     @property
     def wire_bytes(self) -> int:

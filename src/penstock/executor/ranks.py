@@ -103,7 +103,7 @@ class RanksExecutor(Executor):
             )  # fmt: skip
 
         try:
-            if spec.config["nnodes"] > 1:
+            if spec.config.get("nnodes", 1) > 1:
                 self._nodes = nodes_of(spec, memory, box)
                 self._end_nodes = weakref.finalize(self, self._nodes.close)
             self._exchanged = Exchanged(memory, size, self._nodes)
@@ -193,7 +193,7 @@ class ThreadRanks(Executor):
 
     def __init__(self, spec: RankSpec, build: RankFactory, *, box: BlackBox | None = None, **_: object) -> None:
         size = spec.config["tensor_parallel_size"]
-        if spec.config["nnodes"] > 1:
+        if spec.config.get("nnodes", 1) > 1:
             raise ConfigError(
                 "nnodes: the weights are arrays in the memory of this process, and other hosts need them on disk; use "
                 "1, or a model on disk",
