@@ -10,7 +10,7 @@ then is msgpack in frames with MACs (`runner.block_wire.Channel`). No pickle.
     32 drawn bytes, proof
                                 proof
     Joins
-                                Admitted
+                                HostAnswer
 
 After that a connection for steps, or for what ranks give each other, has bytes of its own protocol, unsigned.
 """
@@ -79,7 +79,7 @@ class Joins(msgspec.Struct, frozen=True, array_like=True):
     own: dict[str, Any] = {}
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True):
+class HostAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`problem`: why not, in a sentence; "": welcome. `for_good`: to come again makes no sense."""
 
     problem: str = ""
@@ -116,7 +116,7 @@ def alike(model: str, ranks: int, hosts: int) -> Alike:
     if library is None:
         raise EngineError("ranks on several hosts need native kernels, and there are none")
     isa = library.pst_isa_name().decode()
-    messages = wire.identity(ToRank, FromRank, Joins, Admitted, Begin, Ended)
+    messages = wire.identity(ToRank, FromRank, Joins, HostAnswer, Begin, Ended)
     return Alike(messages, isa, digest(libraries()[isa].read_bytes()).hex(), identity, ranks, hosts)
 
 
@@ -182,7 +182,8 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def join(address: str, port: int, secret: bytes, own: Alike, joins: Joins) -> Channel:
-    """A connection that the lead has agreed to. Raises HostRefusedError, PeerError (lost, slow, version, secret, busy)."""
+    """A connection that the lead has agreed to. Raises HostRefusedError, PeerError (lost, slow, version, secret,
+    busy)."""
     try:
         sock = socket.create_connection((address, port), WITHIN_S)
     except OSError as error:
@@ -213,7 +214,7 @@ def _join(sock: socket.socket, secret: bytes, own: Alike, joins: Joins) -> Chann
     keys = [_proof(secret, way, theirs, ours) for way in (b"to lead", b"to host")]
     channel = Channel(sock, keys[0], keys[1], WITHIN_S)
     say(channel, [own, joins])
-    joined = hear(channel, Admitted)
+    joined = hear(channel, HostAnswer)
     if joined.problem:
         raise HostRefusedError(joined.problem) if joined.for_good else PeerError("busy", joined.problem)
     return channel
@@ -221,7 +222,7 @@ def _join(sock: socket.socket, secret: bytes, own: Alike, joins: Joins) -> Chann
 
 def admit(sock: socket.socket, secret: bytes) -> tuple[Channel, list[Any], Any]:
     """The lead's part: the channel, the host's `Alike` and its `Joins`, both undecoded. It is to be answered with a
-    Admitted. Raises PeerError."""
+    HostAnswer. Raises PeerError."""
     _prepare(sock)
     hello = receive_exactly(sock, len(PREFACE), WITHIN_S)
     if hello[: len(_MAGIC)] != _MAGIC:

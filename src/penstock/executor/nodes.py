@@ -26,10 +26,10 @@ from penstock.base.errors import EngineError, RankGoneError
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import StartedRank
 from penstock.executor.node_wire import (
-    Admitted,
     Alike,
     Begin,
     Ended,
+    HostAnswer,
     Joins,
     admit,
     difference,
@@ -206,9 +206,9 @@ class Nodes:
                 problem, for_good = self._unfit(joins)
             if problem or joins is None:
                 log.warning("%s was refused: %s", peer, problem)
-                say(channel, Admitted(problem, for_good))
+                say(channel, HostAnswer(problem, for_good))
                 return None
-            say(channel, Admitted())
+            say(channel, HostAnswer())
             follow = self._put(channel, joins, peer)
             self._changed.notify_all()
         return follow
