@@ -4,8 +4,8 @@
 
 Each rank is a process. In turns, round by round: ranks that wait awake (`spin`), ranks that sleep at once (`futex`: the
 way it goes where others use the cores), two ranks whose memories are two and are connected by a relay over loopback, as
-between hosts (`hosts`: who waits is awake for 200 us, as ranks are; `hosts-futex`: asleep at once), and, where torch is
-installed, gloo's all_gather over loopback. Microseconds of one gather, of rank 0; what came is checked by the kernels'
+between hosts (`hosts`: relays that sleep at once, as they do; `hosts-spin`: relays that are awake for 200 us, as
+ranks are), and, where torch is installed, gloo's all_gather over loopback. Microseconds of one gather, of rank 0; what came is checked by the kernels'
 tests.
 """
 
@@ -43,9 +43,6 @@ def ours(fd: int, rank: int, size: int, num_bytes: int, turns: int, spin_us: int
 
 def between_hosts(port: int, rank: int, size: int, num_bytes: int, turns: int, spin_us: int) -> float:
     assert size == 2, "two hosts with a rank each"
-    fd = shared_memory(size)
-    comm = SharedComm(fd, rank, size, spin_us=spin_us)
-    os.close(fd)
     if rank == 0:
         with socket.create_server(("127.0.0.1", port)) as listener:
             sock = listener.accept()[0]
@@ -57,7 +54,10 @@ def between_hosts(port: int, rank: int, size: int, num_bytes: int, turns: int, s
             except ConnectionRefusedError:
                 time.sleep(0.01)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    relay = HostRelay(comm.exchange, sock, gives=[rank], takes=[1 - rank], ended=lambda why: None)
+    fd = shared_memory(size)
+    comm, beside = (SharedComm(fd, rank, size, spin_us=us) for us in (SPIN_US, spin_us))
+    os.close(fd)
+    relay = HostRelay(beside.exchange, sock, gives=[rank], takes=[1 - rank], ended=lambda why: None)
     library = best_library()
     assert library is not None, "no native kernels"
     taken_ns = library.pst_exchange_time(comm.exchange.address, num_bytes, turns)
@@ -109,7 +109,7 @@ def main() -> None:
         if kind == "gloo":
             print(gloo(port, rank, size, num_bytes, turns))
         elif kind.startswith("hosts"):
-            print(between_hosts(port, rank, size, num_bytes, turns, SPIN_US if kind == "hosts" else ASLEEP_US))
+            print(between_hosts(port, rank, size, num_bytes, turns, ASLEEP_US if kind == "hosts" else SPIN_US))
         else:
             print(ours(fd, rank, size, num_bytes, turns, AWAKE_US if kind == "spin" else ASLEEP_US))
         return
@@ -123,7 +123,7 @@ def main() -> None:
     kinds = [
         "spin",
         "futex",
-        *(["hosts", "hosts-futex"] if args.ranks == 2 else []),
+        *(["hosts", "hosts-spin"] if args.ranks == 2 else []),
         *(["gloo"] if find_spec("torch") is not None else []),
     ]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -20,7 +20,7 @@ from penstock.executor.multiproc import COMMAND
 from penstock.executor.node_wire import Alike, Begin, Ended, Joins, hear, join, say
 from penstock.executor.nodes import signal_name
 from penstock.parallel.comm import SharedComm, shared_memory
-from penstock.parallel.relay import HostRelay
+from penstock.parallel.relay import RELAY_SPIN_US, HostRelay
 from penstock.runner.block_wire import Channel, PeerError
 
 _AGAIN_S = 0.3
@@ -116,7 +116,7 @@ class NodeAgent:
                 tell.send(why.encode() or b"-")
 
         try:
-            exchange = SharedComm(memory, begin.first, size).exchange
+            exchange = SharedComm(memory, begin.first, size, spin_us=RELAY_SPIN_US).exchange
             sock = self._join(Joins("relay", host, begin.group)).sock
             others = set(range(size)) - set(ranks)
             relay = HostRelay(exchange, sock, gives=ranks, takes=others, ended=ended)

@@ -40,7 +40,7 @@ from penstock.executor.node_wire import (
 )
 from penstock.executor.rank import RankSpec
 from penstock.parallel.comm import SharedComm
-from penstock.parallel.relay import HostRelay
+from penstock.parallel.relay import RELAY_SPIN_US, HostRelay
 from penstock.plan.ranks import ranks_of_host
 from penstock.runner.block_wire import Channel, PeerError
 
@@ -139,7 +139,7 @@ class Nodes:
         config = spec.config
         self._config, self._own = config, own
         self.size, self.num = own.ranks, own.hosts
-        self._exchange = SharedComm(memory, 0, self.size).exchange
+        self._exchange = SharedComm(memory, 0, self.size, spin_us=RELAY_SPIN_US).exchange
         address, port = config["master_addr"], config["master_port"]
         self._secret = secret_of(config["ranks_secret_file"], address)
         self._changed = threading.Condition()

@@ -21,6 +21,8 @@ from penstock.ops.native.abi import Relay as RelayStruct
 from penstock.ops.native.library import best_library
 from penstock.parallel.comm import SharedExchange
 
+RELAY_SPIN_US = 0
+"""A relay that has nothing to do sleeps at once: awake, its threads would take cores that ranks compute with."""
 _SAID = {
     RelayEnd.CLOSED: "it has closed the connection",
     RelayEnd.STRANGE: "what came is no frame of a rank",
