@@ -4,9 +4,9 @@
 
 Each rank is a process. In turns, round by round: ranks that wait awake (`spin`), ranks that sleep at once (`futex`: the
 way it goes where others use the cores), two ranks whose memories are two and are connected by a relay over loopback, as
-between hosts (`hosts`: relays that sleep at once, as they do; `hosts-spin`: relays that are awake for 200 us, as
-ranks are), and, where torch is installed, gloo's all_gather over loopback. Microseconds of one gather, of rank 0; what came is checked by the kernels'
-tests.
+between hosts (`hosts`: relays that sleep at once, as they do; `hosts-spin`: relays that are awake for 200 us, as ranks
+are), and, where torch is installed, gloo's all_gather over loopback. Microseconds of one gather, of rank 0; what came
+is checked by the kernels' tests.
 """
 
 from __future__ import annotations

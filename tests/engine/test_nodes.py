@@ -287,9 +287,16 @@ def test_hosts_that_would_compute_otherwise_are_refused_for_good(monkeypatch: py
             lead.joins(host=2)
         with pytest.raises(PeerError, match="the engine that began these ranks is gone"):
             lead.joins(what="relay", group="x")
-        with lead.joins().sock:
+        node = lead.joins()
+        with node.sock:
             with pytest.raises(PeerError, match="host 1 is there already"):
                 lead.joins()
+            begin = node_wire.hear(node, node_wire.Begin)
+            assert (begin.first, begin.count) == (1, 1)
+            with pytest.raises(PeerError, match="the engine that began these ranks is gone"):
+                lead.joins(what="relay", group="x")
+            with pytest.raises(HostRefusedError, match="rank 0 is none of host 1"):
+                lead.joins(what="steps", group=begin.group, rank=0)
             assert "do not connect" in lead.over()
 
 
