@@ -32,7 +32,7 @@ _TABLES = {"pst_activation": "ACTIVATIONS", "pst_norm": "NORMS"}
 """Enums whose names are those of a model's spec."""
 _PREFIXES = {
     "pst_format": "PST_M_", "pst_act": "PST_A_", "pst_norm": "PST_NORM_", "pst_code": "PST_C_", "pst_scale": "PST_S_",
-    "pst_zero": "PST_Z_",
+    "pst_zero": "PST_Z_", "pst_relay_end": "PST_END_",
 }  # fmt: skip
 _FIELDS = {"in": "inputs"}
 _HEAD = '''"""The structs, numbers and functions of `csrc/include/penstock.h`, for ctypes. Meanings are there.

@@ -3,14 +3,17 @@
     python -m benchmarks.micro.gather [--bytes 4096] [--ranks 2] [--turns 20000] [--rounds 5] --out FILE
 
 Each rank is a process. In turns, round by round: ranks that wait awake (`spin`), ranks that sleep at once (`futex`: the
-way it goes where others use the cores), and, where torch is installed, gloo's all_gather over loopback. Microseconds
-of one gather, of rank 0; what came is checked by the kernels' tests.
+way it goes where others use the cores), two ranks whose memories are two and are connected by a relay over loopback, as
+between hosts (`hosts`: relays that sleep at once, as they do; `hosts-spin`: relays that are awake for 200 us, as ranks
+are), and, where torch is installed, gloo's all_gather over loopback. Microseconds of one gather, of rank 0; what came
+is checked by the kernels' tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.ops.native.library import best_library
-from penstock.parallel.comm import SharedComm, shared_memory
+from penstock.parallel.comm import SPIN_US, SharedComm, shared_memory
+from penstock.parallel.relay import HostRelay
 
 AWAKE_US, ASLEEP_US = 1_000_000, 0
 
@@ -34,6 +38,32 @@ def ours(fd: int, rank: int, size: int, num_bytes: int, turns: int, spin_us: int
     assert library is not None, "no native kernels"
     taken_ns = library.pst_exchange_time(comm.exchange.address, num_bytes, turns)
     assert taken_ns > 0, "a slot holds it"
+    return float(taken_ns) / turns / 1000
+
+
+def between_hosts(port: int, rank: int, size: int, num_bytes: int, turns: int, spin_us: int) -> float:
+    assert size == 2, "two hosts with a rank each"
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            sock = listener.accept()[0]
+    else:
+        while True:
+            try:
+                sock = socket.create_connection(("127.0.0.1", port))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    fd = shared_memory(size)
+    comm, beside = (SharedComm(fd, rank, size, spin_us=us) for us in (SPIN_US, spin_us))
+    os.close(fd)
+    relay = HostRelay(beside.exchange, sock, gives=[rank], takes=[1 - rank], ended=lambda why: None)
+    library = best_library()
+    assert library is not None, "no native kernels"
+    taken_ns = library.pst_exchange_time(comm.exchange.address, num_bytes, turns)
+    assert taken_ns > 0, "a slot holds it"
+    time.sleep(0.2)  # the other one has it, too
+    relay.close()
     return float(taken_ns) / turns / 1000
 
 
@@ -78,6 +108,8 @@ def main() -> None:
         kind, (fd, port, rank, size, num_bytes, turns) = sys.argv[2], map(int, sys.argv[3:])
         if kind == "gloo":
             print(gloo(port, rank, size, num_bytes, turns))
+        elif kind.startswith("hosts"):
+            print(between_hosts(port, rank, size, num_bytes, turns, ASLEEP_US if kind == "hosts" else SPIN_US))
         else:
             print(ours(fd, rank, size, num_bytes, turns, AWAKE_US if kind == "spin" else ASLEEP_US))
         return
@@ -88,11 +120,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    kinds = ["spin", "futex", *(["gloo"] if find_spec("torch") is not None else [])]
+    kinds = [
+        "spin",
+        "futex",
+        *(["hosts", "hosts-spin"] if args.ranks == 2 else []),
+        *(["gloo"] if find_spec("torch") is not None else []),
+    ]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for round_ in range(args.rounds):
         for n, kind in enumerate(kinds if round_ % 2 == 0 else kinds[::-1]):
-            turns = args.turns if kind != "gloo" else max(200, args.turns // 20)
+            turns = args.turns if kind in ("spin", "futex") else max(200, args.turns // 20)
             found[kind].append(one(kind, args.ranks, args.bytes, turns, round_ * len(kinds) + n))
     table = Table("kind", "median us", "least", "most", title=f"{args.bytes} bytes of each of {args.ranks} ranks")
     for kind, times in found.items():

@@ -34,7 +34,7 @@ def server(folder: str, secret: str, port: int, seed: int) -> int:
     """Keeps blocks, and lies."""
     from penstock.launch.block_server import BlockServer, FolderShelf, listen
     from penstock.launch.kv_store import files_of, open_served
-    from penstock.launch.shared_secret import read_secrets
+    from penstock.runner.shared_secret import read_secrets
 
     rng, lock = random.Random(seed), threading.Lock()
 
@@ -138,8 +138,8 @@ class Asked:
 
 def soak(kills: int, seed: int, place: Path, say: Any = lambda text: None) -> dict[str, Any]:
     """So many kills of servers."""
-    from penstock.launch.shared_secret import make_secret, read_secrets
     from penstock.runner.block_files import is_whole
+    from penstock.runner.shared_secret import make_secret, read_secrets
 
     right = answers_of(engine(), texts(1), range(NUM_TEXTS))
     rng, secret = random.Random(seed), place / "secret"

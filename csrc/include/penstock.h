@@ -399,8 +399,10 @@ typedef struct pst_adapter_codes {
 /* What a rank says of itself in memory that all share. */
 typedef struct pst_rank_line {
     uint32_t arrived, sleepers; /* exchanges that it has given its part of; threads that wait for more */
-    uint64_t gathers, bytes;    /* since the memory was made: exchanges, and bytes that it has given, to each of the others */
-    uint64_t unused[5];
+    uint64_t gathers, bytes;    /* since the memory was made: exchanges, and bytes that it has given, once for each who got them */
+    uint64_t filled[2];         /* bytes in each of its slots */
+    uint64_t waited, merged;    /* nanoseconds that its first thread has waited for the others; parts of others that it merged */
+    uint64_t unused;
 } pst_rank_line;
 
 /* Memory of one group of ranks, zero at first: PST_LINES_BYTES with a pst_rank_line each, then two slots of each rank. Every
@@ -425,6 +427,32 @@ typedef struct pst_shared_experts {
 
 /* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
 PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);
+
+#define PST_RELAY_VERSION 1
+#define PST_RELAY_HEAD 16 /* bytes of a frame before those of a slot */
+
+/* How a relay has ended. */
+enum pst_relay_end {
+    PST_END_STOPPED = 0, PST_END_CLOSED = 1, PST_END_LOST = 2, PST_END_STRANGE = 3, PST_END_VERSION = 4, PST_END_RANK = 5,
+    PST_END_TURN = 6, PST_END_LENGTH = 7
+};
+
+/* A connection (stream socket, blocking) to ranks whose memory is another host's. Of each gather, the slot of every rank in
+ * `gives` (bit r: rank r) goes there as a frame, in order of turns and ranks, and frames with those of `takes` come. A frame:
+ * magic "PSTG", uint16 version, uint16 rank, uint32 turn, uint32 bytes, then these; all little-endian. */
+typedef struct pst_relay {
+    const pst_exchange *exchange; /* its rank means nothing here */
+    uint64_t gives, takes;
+    int32_t fd, stop;
+    uint64_t given_frames, given_bytes, taken_frames, taken_bytes; /* bytes with their heads, counted before others see them */
+    uint32_t error;                                               /* errno behind PST_END_LOST */
+    uint32_t unused;
+} pst_relay;
+
+/* Each runs in a thread of its own until it is stopped, or the connection ends or says what it must not: a pst_relay_end. */
+PST_API int32_t pst_relay_give(pst_relay *relay);
+PST_API int32_t pst_relay_take(pst_relay *relay);
+PST_API void pst_relay_stop(pst_relay *relay); /* both; whoever calls it shuts the socket down first */
 
 typedef struct pst_op {
     int32_t kind;

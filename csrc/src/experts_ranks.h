@@ -86,7 +86,7 @@ struct Apart {
                 const float* y = results + int64_t(t.given[first + row]) * width;
                 std::copy(y + from, y + to, slot + row * width + from);
             });
-            exchange.meet(team, turn, give * width * 4);
+            exchange.meet(team, turn, give * width * 4, give * width * 4);
             each_run(team, t.num_got, width, [&](int64_t i, int64_t from, int64_t to) {
                 if (t.at[i] < first || t.at[i] >= first + most) return;
                 const float* y = exchange.slot(turn, t.from[i]) + (t.at[i] - first) * width;
@@ -109,7 +109,7 @@ struct Apart {
                 combine(token, from, to);
                 std::copy(out(token) + from, out(token) + to, slot + row * width + from);
             });
-            exchange.meet(team, turn, give * width * 4 * (exchange.size - 1));
+            exchange.meet(team, turn, give * width * 4, give * width * 4 * (exchange.size - 1));
             for (int r = 0; r < exchange.size; r++) {
                 const OwnTokens theirs(tokens, r, exchange.size);
                 if (r == exchange.rank) continue;

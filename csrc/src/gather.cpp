@@ -1,63 +1,9 @@
 // PST_GATHER: what ranks have of a row, side by side on all of them. See exchange.h.
-#include "exchange.h"
-
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 
-#include "pieces.h"
+#include "exchange.h"
 
 namespace pst {
-
-static_assert(sizeof(pst_rank_line) == 64, "a line of the cache for each rank");
-
-namespace {
-
-bool is_there(uint32_t arrived, uint32_t turn) { return int32_t(arrived - turn) >= 0; }
-
-}  // namespace
-
-// Whoever arrives looks at `sleepers` after it; whoever sleeps counts itself before the kernel compares.
-void Exchange::arrive(uint32_t turn) const {
-    pst_rank_line& own = lines[rank];
-    __atomic_store_n(&own.arrived, turn, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
-}
-
-void Exchange::await(uint32_t turn) const {
-    for (int whose = 0; whose < size; whose++)
-        if (whose != rank) await(lines[whose], turn);
-}
-
-void Exchange::await(pst_rank_line& line, uint32_t turn) const {
-    int64_t until = 0;
-    for (;;) {
-        for (int i = 0; i < 64; i++) {
-            if (is_there(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE), turn)) return;
-            relax();
-        }
-        const int64_t now = now_ns();
-        if (!until) until = now + spin_ns;
-        if (now >= until) break;
-    }
-    __atomic_fetch_add(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-    for (uint32_t seen; !is_there(seen = __atomic_load_n(&line.arrived, __ATOMIC_SEQ_CST), turn);)
-        syscall(SYS_futex, &line.arrived, FUTEX_WAIT, seen, nullptr, nullptr, 0);
-    __atomic_fetch_sub(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-}
-
-void Exchange::meet(Team& team, uint32_t turn, int64_t bytes) const {
-    team.barrier();
-    if (team.id == 0) {
-        lines[rank].gathers++;
-        lines[rank].bytes += uint64_t(bytes);
-        arrive(turn);
-    }
-    await(turn);
-}
 
 void check_exchange(const pst_exchange& e) {
     check(e.memory && e.size > 1 && e.size <= PST_MAX_RANKS, "ranks share memory, and there are at least two");
@@ -67,11 +13,11 @@ void check_exchange(const pst_exchange& e) {
 
 Columns::Columns(const pst_exchange& e, const int32_t* widths) : starts(1, 0) {
     for (int r = 0; r < e.size; r++) {
-        check(widths[r] > 0, "every rank has some columns");
+        check(widths[r] >= 0, "a rank has some columns or none");
         starts.push_back(starts.back() + widths[r]);
         widest = std::max(widest, widths[r]);
     }
-    check(int64_t(widest) * 4 <= e.slot_bytes, "a slot holds a row at least");
+    check(widest > 0 && int64_t(widest) * 4 <= e.slot_bytes, "a slot holds a row at least");
 }
 
 namespace {
@@ -84,8 +30,8 @@ struct Gather final : Op {
 
     Gather(const pst_register& x, const pst_register& y, const pst_exchange& e, const int32_t* widths)
         : in(x), out(y), shape(y), exchange(e), columns(e, widths) {
-        check(x.rows == y.rows && x.width == widths[e.rank] && y.width == columns.starts.back(),
-              "a rank gives its columns, and gets all");
+        check(y.width == columns.starts.back(), "a rank gets all columns");
+        check(!widths[e.rank] || (x.rows == y.rows && x.width == widths[e.rank]), "a rank gives its columns");
     }
 
     void run(Team& team, const Context& context) const override {
@@ -107,9 +53,10 @@ struct Gather final : Op {
 OpPtr make_gather(const pst_op& op, const Maker& maker) {
     check(op.p[0] && op.p[1], "a gather has an exchange, and widths");
     const auto& exchange = *static_cast<const pst_exchange*>(op.p[0]);
+    const auto* widths = static_cast<const int32_t*>(op.p[1]);
     check_exchange(exchange);
-    return std::make_unique<Gather>(maker.reg(op.in[0]), maker.reg(op.out), exchange,
-                                    static_cast<const int32_t*>(op.p[1]));
+    const pst_register& given = maker.reg(widths[exchange.rank] ? op.in[0] : op.out);  // who has nothing reads nothing
+    return std::make_unique<Gather>(given, maker.reg(op.out), exchange, widths);
 }
 
 }  // namespace pst
@@ -123,7 +70,7 @@ extern "C" int64_t pst_exchange_time(const pst_exchange* given, int64_t bytes, i
         if (i == 0) began = pst::now_ns();
         const uint32_t turn = exchange.turn();
         std::memcpy(exchange.slot(turn, exchange.rank), own.data(), size_t(bytes));
-        exchange.arrive(turn);
+        exchange.arrive(exchange.rank, turn, bytes);
         exchange.await(turn);
         for (int r = 0; r < exchange.size; r++)
             std::memcpy(all.data() + size_t(r) * size_t(bytes), exchange.slot(turn, r), size_t(bytes));

@@ -26,7 +26,7 @@ from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.engine.client import Tally
 from penstock.launch import remote_store
 from penstock.launch.block_server import BlockServer, MemoryShelf, listen
-from penstock.launch.shared_secret import make_secret, read_secrets
+from penstock.runner.shared_secret import make_secret, read_secrets
 from penstock.server.distribution import Distribution
 from penstock.server.live import LiveServer
 from penstock.server.observation.stats import Stats

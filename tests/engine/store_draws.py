@@ -42,10 +42,10 @@ from penstock.core.step_shape import StepShape
 from penstock.engine.core import EngineCore
 from penstock.kv import load_rates
 from penstock.kv.load_rates import LoadRates
-from penstock.launch.shared_secret import read_secrets
 from penstock.runner.block_files import OVERHEAD, BlockFiles
 from penstock.runner.block_peer import BlockPeer
 from penstock.runner.block_wire import Ask, BlockListing, PeerError
+from penstock.runner.shared_secret import read_secrets
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests import heads
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny

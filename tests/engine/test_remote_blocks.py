@@ -37,11 +37,11 @@ from penstock.launch import remote_store
 from penstock.launch.block_server import BlockServer, FolderShelf, MemoryShelf, listen
 from penstock.launch.kv_store import files_of, open_served
 from penstock.launch.remote_store import RemoteStore
-from penstock.launch.shared_secret import make_secret, read_secrets
 from penstock.runner import block_files, block_peer, block_wire
 from penstock.runner.block_peer import Address, BlockPeer
 from penstock.runner.block_wire import DONE, GET, HELLO, LIST, Ask, Channel, PeerError, admit, join
 from penstock.runner.outside import Outside
+from penstock.runner.shared_secret import make_secret, read_secrets
 from tests.engine.events import Follower, checked
 from tests.engine.harness import (
     Collector,

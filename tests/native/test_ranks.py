@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,14 +44,14 @@ def divides(spec: ModelSpec, size: int) -> bool:
 
 
 class Ranked:
-    """As `Paged`, on `size` ranks in threads."""
+    """As `Paged`, on `size` ranks in threads. `comms`: of the ranks, where they share no memory."""
 
     def __init__(
         self, spec: ModelSpec, weights: Any, size: int, *, threads: int, sums: bool = False,
-        whole_experts: bool = False, **how: Any,
+        whole_experts: bool = False, comms: Sequence[SharedComm] | None = None, **how: Any,
     ) -> None:  # fmt: skip
         memory = shared_memory(size)
-        self.comms = [SharedComm(memory, rank, size, slot_bytes=4096, spin_us=20) for rank in range(size)]
+        self.comms = comms or [SharedComm(memory, rank, size, slot_bytes=4096, spin_us=20) for rank in range(size)]
         os.close(memory)
         self.ranks, self.held = [], []
         for comm in self.comms:

@@ -31,7 +31,7 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.base.errors import ConfigError
     from penstock.config.offload import size_of
     from penstock.launch.block_server import BlockServer, listen
-    from penstock.launch.shared_secret import make_secret, read_secrets
+    from penstock.runner.shared_secret import make_secret, read_secrets
 
     if args.secret_file is None:
         raise ConfigError("serve needs --secret-file FILE, which engines have too (it is made if not there)", field="")

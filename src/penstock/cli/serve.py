@@ -40,6 +40,10 @@ def serve(args: argparse.Namespace) -> int:
     if config.engine.execution.log_file is None:
         # A terminal is for people: stacks of processes are for whoever looks for them.
         config = _logging_to(config, str(cache_folder("log") / "engine.log"))
+    if config.server.headless:
+        from penstock.launch.node import run_node
+
+        return run_node(config.engine)
     # Before anything is started, or even imported: a port that is taken should be known at once.
     from penstock.server.transport.listen import bind
 

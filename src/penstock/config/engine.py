@@ -357,6 +357,25 @@ class ExecutionConfig(Section):
         minimum=1,
         maximum=64,
     )
+    nnodes: int = setting(
+        1,
+        "Hosts that the ranks are on, as many on each. The first runs penstock serve as ever, the others the same "
+        "with --headless and a node_rank.",
+        minimum=1,
+        maximum=64,
+    )
+    node_rank: int = setting(0, "Which of nnodes this host is; 0: the one with the engine.", minimum=0, maximum=63)
+    master_addr: str = setting(
+        "127.0.0.1",
+        "With nnodes: the address of the host with node_rank 0, where the others connect. Nothing that ranks give each "
+        "other is encrypted: use a network of your own.",
+    )
+    master_port: int = setting(29501, "The port for that, the same on all hosts.", minimum=1, maximum=65535)
+    ranks_secret_file: str | None = setting(
+        None,
+        "File with the secret of hosts with ranks, the same on all: a line of 32 characters or more (openssl rand -hex "
+        "32). Needed where master_addr isn't this machine's alone.",
+    )
     tensor_parallel_sums: bool = setting(
         False,
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "

@@ -144,10 +144,10 @@ _add("ask for it in a request: response_format or structured_outputs", "json_sch
 _add("the ranks of tensor_parallel_size share experts out, as enable_expert_parallel says; use that", "ep_size "
      "expert_parallel_size", 1)  # fmt: skip
 _add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size "
-     "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
+     "prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
 _add(
     "running one model on several devices isn't in this version; leave it away",
-    "distributed_executor_backend node_rank master_addr master_port all2all_backend moe_backend dist_init_addr "
+    "distributed_executor_backend all2all_backend moe_backend "
     "nccl_port split_mode/-sm tensor_split/-ts main_gpu/-mg base_gpu_id device_ids",
 )  # fmt: skip
 _add("running one model on several devices isn't in this version; leave it away",
@@ -161,7 +161,7 @@ _add("prefill and decode run in one engine in this version", "disaggregation_mod
 _add("/sleep and /wake_up are there for whoever has the admin key; leave it away", "enable_sleep_mode", False,
      switch=True)  # fmt: skip
 _add("how long a model stays is keep_alive: seconds, 5m, or -1 for ever", "keepalive sleep_idle_seconds", -1)
-_add("an engine without a server isn't in this version", "headless", False, switch=True)
+_add("use master_addr and master_port", "dist_init_addr")
 _add("name further models with --model NAME=PATH or in tables [models.NAME]; models_memory bounds what they take",
      "models_dir models_preset models_max", 1)  # fmt: skip
 _add("best_of is gone; ask for n samples and keep the one with the highest cumulative_logprob", "best_of")

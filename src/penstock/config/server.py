@@ -17,6 +17,9 @@ class ServerConfig(Section):
     host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 is everywhere: give keys first.")
     port: int = setting(8000, "Port to listen on; 0 takes any that is free.", minimum=0, maximum=65535)
     uds: str | None = setting(None, "Listen on this unix socket instead.")
+    headless: bool = setting(
+        False, "No server and no engine: this host (node_rank 1 and above) runs ranks for the engine at master_addr."
+    )
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
     lora_modules: str | None = setting(
         None,

@@ -125,8 +125,10 @@ class EngineStats(ExpertCounts):
     """Tokens of a layer's kv head that attention read; `num_keys_shared`: as many more, had none been shared."""
     num_keys_shared: int = 0
     num_exchanges: int = 0
-    """Of the ranks of a model; `num_rank_bytes`: what they gave each other, counted once for each that got it."""
+    """Of the ranks of a model; `num_rank_bytes`: what they gave each other, counted once for each that got it;
+    `num_wire_bytes`: that crossed a connection between hosts, with heads of frames."""
     num_rank_bytes: int = 0
+    num_wire_bytes: int = 0
     num_weight_bytes: int = 0
     """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
     weight_wait_s: float = 0.0
@@ -164,9 +166,8 @@ class EngineStats(ExpertCounts):
 
     def ran(self, result: StepOutput) -> None:
         """A step that has run. Mutates: self."""
-        self.num_exchanges, self.num_rank_bytes = (
-            self.num_exchanges + result.ranks[0], self.num_rank_bytes + result.ranks[1]
-        )  # fmt: skip
+        for name, num in zip(("num_exchanges", "num_rank_bytes", "num_wire_bytes"), result.ranks, strict=True):
+            setattr(self, name, getattr(self, name) + num)
         self.num_keys_read, self.num_keys_shared = (
             self.num_keys_read + result.keys[0], self.num_keys_shared + result.keys[1]
         )  # fmt: skip

@@ -96,7 +96,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
     while len(data) < size:
         try:
             piece = sock.recv(min(size - len(data), 1 << 20))
-        except ConnectionError:
+        except OSError:  # also of a host that says nothing any more
             return None
         if not piece:
             return None

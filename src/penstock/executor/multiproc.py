@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -53,6 +54,27 @@ _END_S = 2.0
 """A process that was told to end has so long until it is killed."""
 
 
+class RankProcess(Protocol):
+    """Of a `subprocess.Popen` what is needed of a rank's process. `pid` 0: it is on another host."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class StartedRank(NamedTuple):
+    """A rank's process, and the other ends of its two sockets."""
+
+    process: RankProcess
+    steps: socket.socket
+    aside: socket.socket
+
+
 class MultiprocExecutor(Executor):
     """`command` starts the rank's process; two sockets, the box (or -1) and whether it ends with our thread follow.
 
@@ -63,8 +85,10 @@ class MultiprocExecutor(Executor):
     def __init__(
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
         box: BlackBox | None = None, command: Sequence[str] = COMMAND, inherits: Sequence[int] = (),
+        spawned: StartedRank | None = None,
     ) -> None:  # fmt: skip
-        """`inherits`: further descriptors that the rank's process has, under the same numbers."""
+        """`inherits`: further descriptors that the rank's process has, under the same numbers. `spawned`: a process
+        that has begun already."""
         assert depth >= 1, f"depth {depth}"
         if spec.model is None:
             raise ConfigError(
@@ -78,7 +102,7 @@ class MultiprocExecutor(Executor):
         self._splitter = wire.Splitter()
         self._frames: deque[bytes] = deque()
         self._decode: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
-        self._process, self._sock, aside = _spawn(command, box, inherits)
+        self._process, self._sock, aside = spawned or _spawn(command, box, inherits)
         self._grammars = _Grammars(aside)
         self._end = weakref.finalize(self, _end, self._process, self._sock, aside)
         try:
@@ -165,7 +189,7 @@ class MultiprocExecutor(Executor):
 
     @property
     def processes(self) -> Sequence[int]:
-        return (self._process.pid,)
+        return (self._process.pid,) if self._process.pid else ()
 
     # -- grammars ------------------------------------------------------------------------------------------------
 
@@ -206,7 +230,7 @@ class MultiprocExecutor(Executor):
     def _read(self) -> None:
         try:
             data = self._sock.recv(_PIECE)
-        except ConnectionError:
+        except OSError:
             data = b""
         if not data:
             raise self._gone()
@@ -263,9 +287,7 @@ class _Grammars:
                 answer.put(None)
 
 
-def _spawn(
-    command: Sequence[str], box: BlackBox | None, inherits: Sequence[int] = ()
-) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+def _spawn(command: Sequence[str], box: BlackBox | None, inherits: Sequence[int] = ()) -> StartedRank:
     """The child's ends of the sockets, and the box, are inherited by it alone. Raises EngineError."""
     (ours, theirs), (aside, their_aside) = socket.socketpair(), socket.socketpair()
     fds = [theirs.fileno(), their_aside.fileno()]
@@ -283,10 +305,10 @@ def _spawn(
     finally:
         theirs.close()
         their_aside.close()
-    return process, ours, aside
+    return StartedRank(process, ours, aside)
 
 
-def _end(process: subprocess.Popen[bytes], *socks: socket.socket) -> None:
+def _end(process: RankProcess, *socks: socket.socket) -> None:
     """Also called when the executor is forgotten, and when this process ends."""
     for sock in socks:
         with suppress(OSError):
@@ -299,7 +321,7 @@ def _end(process: subprocess.Popen[bytes], *socks: socket.socket) -> None:
         process.wait()
 
 
-def _died(process: subprocess.Popen[bytes]) -> RankGoneError:
+def _died(process: RankProcess) -> RankGoneError:
     """Waits for the end of a process that has closed its sockets."""
     try:
         status = process.wait(_END_S)

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import os
 import select
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.base.errors import EngineError, PenstockError
+from penstock.base.errors import ConfigError, EngineError, PenstockError
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.protocols import Executor
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import COMMAND, MultiprocExecutor
 from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
 from penstock.parallel.comm import SharedComm, shared_memory
+
+if TYPE_CHECKING:
+    from penstock.executor.nodes import Nodes
 
 
 class Said(NamedTuple):
@@ -58,23 +62,25 @@ class Moves:
 class Exchanged:
     """What ranks count of their exchanges, step by step."""
 
-    def __init__(self, memory: int, size: int) -> None:
-        """`memory`: see `parallel.comm.shared_memory`; it stays the caller's."""
-        self._shared, self._size = SharedComm(memory, 0, size).exchange, size
-        self._had = (0, 0)
+    def __init__(self, memory: int, size: int, nodes: Nodes | None = None) -> None:
+        """`memory`: see `parallel.comm.shared_memory`; it stays the caller's. `nodes`: other hosts."""
+        self._shared, self._size, self._nodes = SharedComm(memory, 0, size).exchange, size, nodes
+        self._had = (0, 0, 0)
 
     def told(self, result: StepOutput) -> StepOutput:
         """The result with those of its step."""
         given = [self._shared.given(rank) for rank in range(self._size)]
-        now, had = (given[0][0], sum(num_bytes for _, num_bytes in given)), self._had
+        on_wire = 0 if self._nodes is None else self._nodes.wire_bytes
+        now, had = (given[0][0], sum(num_bytes for _, num_bytes in given), on_wire), self._had
         self._had = now
-        return replace(result, ranks=(now[0] - had[0], now[1] - had[1]))
+        return replace(result, ranks=(now[0] - had[0], now[1] - had[1], now[2] - had[2]))
 
 
 class RanksExecutor(Executor):
     """See `multiproc.MultiprocExecutor`; `spec` is the lead's, of `tensor_parallel_size` ranks.
 
-    The end of one rank is the end of all: the others would wait for it.
+    The end of one rank is the end of all: the others would wait for it. With `nnodes` hosts the ranks of node_rank 0
+    are here; the others' come over `nodes.Nodes`.
     """
 
     def __init__(
@@ -85,17 +91,26 @@ class RanksExecutor(Executor):
         self.depth = depth
         self._moves = Moves(size)
         memory = shared_memory(size)
+        self._nodes: Nodes | None = None
 
         def start(rank: int) -> MultiprocExecutor:
-            own = replace(spec, rank=rank, world_size=size, exchange=memory)
+            own, spawned = replace(spec, rank=rank, world_size=size, exchange=memory), None
+            if self._nodes is not None and not self._nodes.is_here(rank):
+                own, spawned = self._nodes.rank(own)
             return MultiprocExecutor(
                 own, depth=depth, loading=loading if rank == 0 else None, box=box if rank == 0 else None,
-                command=command, inherits=(memory,),
+                command=command, inherits=(memory,), spawned=spawned,
             )  # fmt: skip
 
         try:
-            self._exchanged = Exchanged(memory, size)
+            if spec.config.get("nnodes", 1) > 1:
+                self._nodes = nodes_of(spec, memory, box)
+                self._end_nodes = weakref.finalize(self, self._nodes.close)
+            self._exchanged = Exchanged(memory, size, self._nodes)
             self._ranks = _together(start, size)
+        except BaseException:
+            self._close_nodes()
+            raise
         finally:
             os.close(memory)
         self.packed_file = self._ranks[0].packed_file
@@ -120,13 +135,18 @@ class RanksExecutor(Executor):
         poll, waiting = select.poll(), {rank.fileno(): rank for rank in self._ranks}
         for fd in waiting:
             poll.register(fd, select.POLLIN)
+        if self._nodes is not None:
+            poll.register(self._nodes, select.POLLIN)
         for fd, rank in list(waiting.items()):
             if rank.has_answer:
                 poll.unregister(fd)
                 del waiting[fd]
         while waiting:
             for fd, _ in poll.poll():
-                if waiting[fd].hear():
+                if fd not in waiting:
+                    assert self._nodes is not None
+                    self._nodes.check()
+                elif waiting[fd].hear():
                     poll.unregister(fd)
                     del waiting[fd]
 
@@ -148,10 +168,17 @@ class RanksExecutor(Executor):
     def check(self) -> None:
         for rank in self._ranks:
             rank.check()
+        if self._nodes is not None:
+            self._nodes.check()
 
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
+        self._close_nodes()
+
+    def _close_nodes(self) -> None:
+        if self._nodes is not None:
+            self._end_nodes()
 
     @property
     def processes(self) -> Sequence[int]:
@@ -166,6 +193,12 @@ class ThreadRanks(Executor):
 
     def __init__(self, spec: RankSpec, build: RankFactory, *, box: BlackBox | None = None, **_: object) -> None:
         size = spec.config["tensor_parallel_size"]
+        if spec.config.get("nnodes", 1) > 1:
+            raise ConfigError(
+                "nnodes: the weights are arrays in the memory of this process, and other hosts need them on disk; use "
+                "1, or a model on disk",
+                field="nnodes",
+            )
         self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
         memory = shared_memory(size)
         self._exchanged, self._moves = Exchanged(memory, size), Moves(size)
@@ -215,6 +248,16 @@ class ThreadRanks(Executor):
     def close(self) -> None:
         for thread in self._threads:
             thread.shutdown()
+
+
+def nodes_of(spec: RankSpec, memory: int, box: BlackBox | None) -> Nodes:
+    """The other hosts, when they have come. Raises as `nodes.Nodes`."""
+    from penstock.executor.node_wire import alike  # one host needs no other
+    from penstock.executor.nodes import Nodes
+
+    assert spec.model is not None
+    config = spec.config
+    return Nodes(spec, memory, alike(spec.model, config["tensor_parallel_size"], config["nnodes"]), box)
 
 
 def agreed(said: Sequence[StepOutput]) -> StepOutput:

@@ -20,6 +20,7 @@ from penstock.launch.selection import keeping_of
 from penstock.plan.devices import Device
 from penstock.plan.memory import gib
 from penstock.plan.probe import probe
+from penstock.plan.ranks import ranks_here
 from penstock.plan.resolve import Plan
 
 ON_CPU = ("auto", "cpu")
@@ -95,7 +96,7 @@ def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
 
 def backend_of(config: EngineConfig) -> Backend:
     """As `ops` says, with the settings' threads."""
-    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // config.execution.tensor_parallel_size))
+    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // ranks_here(config)))
 
 
 def packed_weights(

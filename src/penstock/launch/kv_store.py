@@ -32,12 +32,12 @@ from penstock.formats.files import quoted
 from penstock.kv.store_index import NO_LIMIT
 from penstock.kv.stored import StoreSettings
 from penstock.launch.remote_store import RemoteStore
-from penstock.launch.shared_secret import FIELD, Secrets, read_secrets
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
 from penstock.runner.block_files import BlockFiles, file_bytes, is_whole
 from penstock.runner.block_peer import Address
+from penstock.runner.shared_secret import FIELD, Secrets, read_secrets
 
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint

@@ -61,6 +61,7 @@ def possible_sizes(spec: ModelSpec) -> list[int]:
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError, with the nearest that do, for a number of ranks that does not divide the model's heads, and
     for experts that cannot be shared out whole."""
+    check_hosts(config)
     size, heads = config.execution.tensor_parallel_size, _heads(spec)
     if config.execution.enable_expert_parallel:
         _check_experts(size, spec)
@@ -88,9 +89,56 @@ def _check_experts(size: int, spec: ModelSpec) -> None:
         raise ConfigError(f"enable_expert_parallel: {why}", field="enable_expert_parallel")
 
 
+def ranks_of_host(host: int, ranks: int, hosts: int) -> range:
+    """Each host has as many, in order."""
+    each = ranks // hosts
+    return range(host * each, (host + 1) * each)
+
+
+def ranks_here(config: EngineConfig) -> int:
+    """Ranks that share this host with each other."""
+    return max(1, config.execution.tensor_parallel_size // config.execution.nnodes)
+
+
+def check_hosts(config: EngineConfig) -> None:
+    """Raises ConfigError for ranks that several hosts cannot have, or do not have yet."""
+    run = config.execution
+    size, hosts = run.tensor_parallel_size, run.nnodes
+    if run.node_rank and run.node_rank >= hosts:
+        raise ConfigError(
+            f"node_rank: {run.node_rank} is none of 0 ... {hosts - 1} (nnodes {hosts}); give nnodes on every host",
+            field="node_rank",
+        )
+    if hosts == 1:
+        return
+    if size % hosts:
+        fit = [n for n in range(1, size + 1) if size % n == 0]
+        above = [n for n in fit if n > hosts]
+        nearest = " or ".join(map(str, [max(n for n in fit if n < hosts), *above[:1]]))
+        raise ConfigError(
+            f"nnodes: {hosts} hosts cannot have equally many of {size} ranks; use {nearest}, or another "
+            "tensor_parallel_size",
+            field="nnodes",
+        )
+    if run.node_rank:
+        raise ConfigError(
+            f"node_rank: the engine is on the host with node_rank 0; this one runs penstock serve MODEL --headless "
+            f"--node-rank {run.node_rank}",
+            field="node_rank",
+        )
+    given = {
+        "enable_lora": config.lora.enable_lora, "plugin": run.plugin is not None,
+        "speculative_config": config.speculation is not None and config.speculation.model is not None,
+    }  # fmt: skip
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{name}: it names files that ranks on other hosts would not have; leave it away, or nnodes", field=name
+        )
+
+
 def rank_machine(config: EngineConfig, machine: Machine) -> Machine:
-    """One rank's share of the machine: all ranks are on it."""
-    size = config.execution.tensor_parallel_size
+    """One rank's share of the machine; other hosts are taken to be like this one."""
+    size = ranks_here(config)
     return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // size)
 
 
@@ -169,6 +217,8 @@ def ranked_groups(
     why = f"each rank keeps its own heads of {split} layers" if split else "each rank keeps all of them"
     if split and whole:
         why += f", and all of {whole}"
+    if (hosts := config.execution.nnodes) > 1:
+        why += f"; {ranks_here(config)} on each of {hosts} hosts"
     return tuple(made), why
 
 

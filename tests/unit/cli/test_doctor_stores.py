@@ -13,10 +13,10 @@ from penstock.config import from_kwargs
 from penstock.config.offload import DiskStore
 from penstock.launch.block_server import BlockServer, MemoryShelf, listen
 from penstock.launch.kv_store import open_folder, open_served
-from penstock.launch.shared_secret import make_secret, read_secrets
 from penstock.runner import block_peer
 from penstock.runner.block_files import OVERHEAD, seal
 from penstock.runner.block_peer import Address, BlockPeer
+from penstock.runner.shared_secret import make_secret, read_secrets
 
 PLACE = "0123456789abcdef/0123456789abcdef/" + "0" * 32 + "-0"
 

@@ -13,6 +13,8 @@ PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
 LINES_BYTES = 4096
+RELAY_VERSION = 1
+RELAY_HEAD = 16
 
 
 class DType(IntEnum):
@@ -150,6 +152,17 @@ ACTIVATIONS = {
 }
 
 
+class RelayEnd(IntEnum):
+    STOPPED = 0
+    CLOSED = 1
+    LOST = 2
+    STRANGE = 3
+    VERSION = 4
+    RANK = 5
+    TURN = 6
+    LENGTH = 7
+
+
 class Matrix(c.Structure):
     _fields_ = (
         ("format", c.c_int32),
@@ -232,7 +245,10 @@ class RankLine(c.Structure):
         ("sleepers", c.c_uint32),
         ("gathers", c.c_uint64),
         ("bytes", c.c_uint64),
-        ("unused", c.c_uint64 * 5),
+        ("filled", c.c_uint64 * 2),
+        ("waited", c.c_uint64),
+        ("merged", c.c_uint64),
+        ("unused", c.c_uint64),
     )
 
 
@@ -252,6 +268,22 @@ class SharedExperts(c.Structure):
         ("exchange", c.c_void_p),
         ("widths", c.c_void_p),
         ("experts", c.c_void_p),
+    )
+
+
+class Relay(c.Structure):
+    _fields_ = (
+        ("exchange", c.c_void_p),
+        ("gives", c.c_uint64),
+        ("takes", c.c_uint64),
+        ("fd", c.c_int32),
+        ("stop", c.c_int32),
+        ("given_frames", c.c_uint64),
+        ("given_bytes", c.c_uint64),
+        ("taken_frames", c.c_uint64),
+        ("taken_bytes", c.c_uint64),
+        ("error", c.c_uint32),
+        ("unused", c.c_uint32),
     )
 
 
@@ -365,6 +397,9 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "pst_unpack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p]),
     "pst_exchange_time": (c.c_int64, [c.c_void_p, c.c_int64, c.c_int32]),
+    "pst_relay_give": (c.c_int32, [c.c_void_p]),
+    "pst_relay_take": (c.c_int32, [c.c_void_p]),
+    "pst_relay_stop": (None, [c.c_void_p]),
     "pst_program_new": (
         c.c_void_p,
         [

@@ -28,14 +28,15 @@ class Secrets(NamedTuple):
     blocks: bytes
 
 
-def read_secrets(path: Path) -> Secrets:
-    """Raises ConfigError for a file that is not there, that others can read, or that says too little."""
+def read_secrets(path: Path, field: str = FIELD) -> Secrets:
+    """Raises ConfigError, of setting `field`, for a file that is not there, that others can read, or that says too
+    little."""
     try:
         info = path.stat()
         text = path.read_text("ascii")
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"{FIELD}: {quoted(path)} cannot be read: {said}", field=FIELD) from error
+        raise ConfigError(f"{field}: {quoted(path)} cannot be read: {said}", field=field) from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     problem = ""
     if info.st_mode & 0o077:
@@ -43,7 +44,7 @@ def read_secrets(path: Path) -> Secrets:
     elif not 1 <= len(lines) <= 2 or any(len(line) < LEAST_CHARACTERS for line in lines):
         problem = f"has to have one line, or two, of {LEAST_CHARACTERS} characters or more (openssl rand -hex 32)"
     if problem:
-        raise ConfigError(f"{FIELD}: {quoted(path)} {problem}", field=FIELD)
+        raise ConfigError(f"{field}: {quoted(path)} {problem}", field=field)
     return Secrets(_key(lines[0], b"connection"), _key(lines[-1], b"blocks"))
 
 
