@@ -85,6 +85,7 @@ class Knobs:
     adapter_pool: bool = False  # they lie in blocks of KV
     merge: float | None = None
     ranks: int = 1
+    by_tokens: str = ""  # ranks share out the tokens of sequences, and merge what they find so: flat, tree
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -162,6 +163,8 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         lora_memory=None if k.adapter_pool else 1.0,
         lora_merge_threshold=k.merge,
         tensor_parallel_size=k.ranks,
+        context_parallel_size=k.ranks if k.by_tokens else 1,
+        context_parallel_reduce=k.by_tokens or "flat",
     )
 
 

@@ -82,6 +82,8 @@ ALIASES: dict[str, SameName] = {
     # vLLM's short forms, SGLang
     "tp": SameName("tensor_parallel_size", ("-tp",)),
     "tp_size": SameName("tensor_parallel_size"),
+    "decode_context_parallel_size": SameName("context_parallel_size", ("-dcp",)),
+    "cp_size": SameName("context_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""

@@ -227,13 +227,12 @@ def model_of(
     """`comm`: with the other ranks, if there are any."""
     return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
-        rotation=config.cache.kv_rotation,
         reading=reading_of(
             keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config),
             moves=config.cache.kv_allocator == "modules",
         ),
-        comm=comm,
-        sums=config.execution.tensor_parallel_sums,
+        rotation=config.cache.kv_rotation, comm=comm, sums=config.execution.tensor_parallel_sums,
+        pairwise=config.execution.context_parallel_reduce == "tree",
     )  # fmt: skip
 
 
@@ -248,7 +247,8 @@ def comm_of(spec: RankSpec) -> Comm | None:
 
 def shard_name(config: EngineConfig, comm: Comm) -> str:
     """What a rank's packed weights are known by."""
-    return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums}"
+    how = (UNIT, LEAST_ROWS, config.execution.tensor_parallel_sums, config.execution.context_parallel_size)
+    return f"rank {comm.rank} of {comm.size}, {how}"
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

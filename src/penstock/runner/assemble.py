@@ -35,7 +35,8 @@ class DecoderModel:
     Attributes:
         groups: where its layers cache (`model.builder.build`); the first of a rank's, if others follow.
         rotation, reading: see `build`.
-        comm: with the other ranks that have a part of it; None: this one has all. `sums`: see `parallel.shard`.
+        comm: with the other ranks that have a part of it; None: this one has all. `sums`, `pairwise`: see
+            `parallel.shard`.
     """
 
     spec: ModelSpec
@@ -46,6 +47,7 @@ class DecoderModel:
     reading: Reading = field(default=PLAIN)
     comm: Comm | None = None
     sums: bool = False
+    pairwise: bool = False
 
     @property
     def graph(self) -> Graph:
@@ -66,7 +68,7 @@ class DecoderModel:
             return graph, {}
         from penstock.parallel.shard import shard  # one rank needs nobody
 
-        return shard(graph, self.groups, self.comm, sums=self.sums)
+        return shard(graph, self.groups, self.comm, sums=self.sums, pairwise=self.pairwise)
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 18
+ABI = 19
 PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
@@ -132,6 +132,8 @@ class Kind(IntEnum):
     GATHER = 58
     ADAPT = 60
     ATTEND_TEXT = 61
+    MERGE = 64
+    ATTEND_PART = 65
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -232,7 +234,8 @@ class RankLine(c.Structure):
         ("sleepers", c.c_uint32),
         ("gathers", c.c_uint64),
         ("bytes", c.c_uint64),
-        ("unused", c.c_uint64 * 5),
+        ("merged", c.c_uint64),
+        ("unused", c.c_uint64 * 4),
     )
 
 
