@@ -17,7 +17,18 @@ from penstock.ops.native.program import NativeOp
 from penstock.ops.plan import StepPlan
 from tests.native.running import each_isa, execute, plan_of
 from tests.native.test_attention import (
-    LAYER, RULES, SPAN, Rule, Text, attend, oracle, paged, rounds_to_pairs, same, slopes_of, text,
+    LAYER,
+    RULES,
+    SPAN,
+    Rule,
+    Text,
+    attend,
+    oracle,
+    paged,
+    rounds_to_pairs,
+    same,
+    slopes_of,
+    text,
 )  # fmt: skip
 
 
