@@ -2,8 +2,8 @@
 //
 // A part of a head is (o, m, l): the weighted sum of values against the largest score m, and the sum l of the weights. Two
 // parts are one by o = o1 e^(m1 - m) + o2 e^(m2 - m), l alike, with m = max(m1, m2); the result is o / l. In order of ranks
-// (DistAttention: Lin et al., Infinite-LLM, arXiv 2401.02669, section 4), or pairwise, as a tree does (Tree Attention:
-// Shyam et al., arXiv 2408.04093, section 5), here by halves of the heads, so that no rank merges what another one needs.
+// (DistAttention: Lin et al., Infinite-LLM, arXiv 2401.02669), or pairwise, as a tree does (Tree Attention:
+// Shyam et al., arXiv 2408.04093), here by halves of the heads, so that no rank merges what another one needs.
 #include "exchange.h"
 
 #include <algorithm>

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from penstock.base.bf16 import F32
-from penstock.base.errors import EngineError
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import NativeOp
 from penstock.ops.plan import StepPlan
@@ -142,7 +141,7 @@ def test_a_tree_is_refused_where_a_slot_is_no_position(isa: str) -> None:
     rule = Rule(2, 1, 8, 8)
     t = text(np.random.default_rng(1), rule, 12, 9)
     mask = np.array([1, 3, 5], np.uint64)
-    with pytest.raises(EngineError):
+    with pytest.raises(AssertionError, match="the step fits the program"):
         parts(
             isa, 1, [t], rule, "float32", 4, (2, 0),
             changed=lambda plan: replace(plan, mask=mask, positions=np.array([9, 10, 10], np.int32)),

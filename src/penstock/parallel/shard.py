@@ -9,7 +9,7 @@ bits (`sums`).
 
 Or attention is shared out by tokens: a rank keeps every so-manieth token's keys and values and finds what all heads
 make of those; what ranks have found is merged, each rank its own heads (`merge`; DistAttention: Lin et al.,
-Infinite-LLM, arXiv 2401.02669, section 4). Nobody needs a head's keys whole then, and fewer heads of keys than ranks
+Infinite-LLM, arXiv 2401.02669). Nobody needs a head's keys whole then, and fewer heads of keys than ranks
 are no copies. Softmax sums are taken in another order than by one rank: other bits, the same on all ranks.
 
 What no rule here knows runs whole on every rank.

@@ -115,6 +115,11 @@ def _by_tokens(
     return made, why + (f", and all of {whole}" if whole else "")
 
 
+def shares_tokens(spec: ModelSpec, groups: Sequence[CacheGroup], size: int) -> bool:
+    """Whether `size` ranks could share out the tokens of anything that the model keeps."""
+    return any(_is_only_attended(spec, groups, group, size) for group in groups)
+
+
 def _is_only_attended(spec: ModelSpec, groups: Sequence[CacheGroup], group: CacheGroup, size: int) -> bool:
     """Whether plain attention alone reads what the layers of `group` keep, token by token."""
     if not group.spec.per_token or group.spec.lanes > 1 or group.spec.page_planes:
