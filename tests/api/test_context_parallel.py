@@ -25,6 +25,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "prompts in pieces": {"max_num_batched_tokens": 7, "block_size": 6},
     "8-bit keys and values": {"kv_cache_dtype": "int8", "block_size": 12},
     "weights of 4 bits": {"quantization": "int4-wo", "block_size": 12},
+    "the type of the file": {"dtype": "auto", "block_size": 12},
     "what was said drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, "block_size": 6},
     "a tight pool, swapped": TIGHT,
     "cached blocks go to the host": TIGHT | {"enable_hierarchical_cache": True},
@@ -32,10 +33,12 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "hash, prefill first": {"prefix_cache": "hash", "scheduling_policy": "prefill-first", "block_size": 6},
 }
 
+ROUNDED = {"8-bit keys and values": 0.1, "the type of the file": 0.01}
+
 
 def said(**settings: Any) -> list[Any]:
     """Tokens and log-probabilities, twice: the second time with hits."""
-    llm = LLM(bundled(), ops="native", threads=1, **{"max_model_len": 144, **settings})
+    llm = LLM(bundled(), ops="native", threads=1, **{"max_model_len": 144, "dtype": "float32", **settings})
     try:
         outputs = [*llm.generate(PROMPTS, PARAMS), *llm.generate(PROMPTS, PARAMS)]
     finally:
@@ -59,10 +62,11 @@ def compare(found: list[Any], alone: list[Any], to: float) -> None:
 def test_H11_whatever_is_switched_on_the_tokens_are_those_of_one_rank(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six heads, three of keys: two ranks have tokens of all of them. Logits differ by 1e-5, codes of 8 bits by one."""
+    """Six heads, three of keys: two ranks have tokens of all of them. Logits differ by 1e-5; where keys and values are
+    rounded, one that lies between two numbers may become the other of them."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     settings = COMBINATIONS[name]
-    compare(said(**settings, context_parallel_size=2), said(**settings), 0.1 if "8-bit" in name else 1e-3)
+    compare(said(**settings, context_parallel_size=2), said(**settings), ROUNDED.get(name, 1e-4))
 
 
 @native
