@@ -143,7 +143,7 @@ _add("ask for it in a request: response_format or structured_outputs", "json_sch
 
 # --- not in this version
 _add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size ep_size "
-     "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
+     "nnodes prefill_context_parallel_size", 1)  # fmt: skip
 _add(
     "running one model on several devices isn't in this version; leave it away",
     "distributed_executor_backend node_rank master_addr master_port all2all_backend moe_backend dist_init_addr "
