@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from penstock.backends.native.backend import NativeBackend
-from penstock.core.model_spec import Attention, Latent, ModelSpec
+from penstock.base.errors import ConfigError, EngineError
+from penstock.core.model_spec import Attention, Latent, ModelSpec, cache_groups
 from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.program import Pool
 from penstock.parallel import shard as sharding
 from penstock.parallel.comm import SharedComm, shared_memory
 from penstock.plan.ranks import ranked_groups
+from tests import specs
 from tests.engine.harness import Knobs, config_for, plan_for, real_engine, request, run
 from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_laws import in_turmoil
@@ -256,13 +258,33 @@ def test_B17_a_request_longer_than_one_rank_could_hold_ends_on_two() -> None:
         ops="native", block_size=4, num_blocks=24, prefix_cache="none", max_model_len=128, ranks=2, by_tokens="flat"
     )
     large = Knobs(ops="native", block_size=4, num_blocks=24, prefix_cache="none", max_model_len=128)
-    assert plan_for(spec, small).kv_bytes == plan_for(spec, two).kv_bytes
+    held = plan_for(spec, small).kv_bytes
+    assert plan_for(spec, two).kv_bytes == held
     told = request([3 + i * 7 % 50 for i in range(40)], request_id="long", max_tokens=50)
     found = {}
     for name, knobs in (("two", two), ("large", large)):
         core = real_engine(spec, weights, knobs)
+        if name == "two":
+            assert [rank.storage.num_bytes for rank in core.executor.runners] == [held, held]
         found[name] = run(core, [told])["long"].tokens[0]
         core.executor.close()
     assert found["two"] == found["large"]
     assert len(found["two"]) == 50
-    assert small.num_blocks * small.block_size < 40 + 50, "one rank of that memory has no room for it"
+    core = real_engine(spec, weights, small)
+    with pytest.raises(EngineError, match="the KV pool is too small"):
+        run(core, [told])
+    core.executor.close()
+
+
+def test_what_needs_all_tokens_stays_whole_and_is_said() -> None:
+    def ranked(name: str, size: int) -> Any:
+        spec = specs.make(name)[0]
+        config = config_for(Knobs(ops="native", ranks=size, by_tokens="flat"))
+        return ranked_groups(config, spec, cache_groups(spec, "float32"))
+
+    groups, why = ranked("slots", 2)
+    assert {g.spec.kind: g.spec.ranks for g in groups} == {"slot": 1, "paged": 2}
+    assert why == "each rank keeps 1 of 2 tokens of 2 layers, and all of 2"
+    for name, size in (("indexed", 3), ("indexed", 2), ("latent", 2), ("entries", 2), ("mamba", 2)):
+        with pytest.raises(ConfigError, match="nothing that this model keeps can be shared out by tokens"):
+            ranked(name, size)
