@@ -173,7 +173,7 @@ def nan_of(plane: npt.NDArray[Any]) -> Any:
 
 def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:
     pages, spec = num_slabs * group.pages_per_slab, group.spec
-    tokens = (block_size,) if spec.per_token else ()
+    tokens = (block_size // spec.ranks,) if spec.per_token else ()
     out: Planes = {}
     for besides, plane in [(False, p) for p in spec.planes] + [(True, p) for p in spec.page_planes]:
         dtype, nan = _EMPTY[plane.dtype]

@@ -180,7 +180,8 @@ typedef struct pst_register {
  *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
  *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
- *                in0, component by component, into planes n8 and n9: see pst_pages
+ *                in0, component by component, into planes n8 and n9: see pst_pages. n10 > 1: of the tokens only those in slots
+ *                s with s % n10 == n11, which are in slots s / n10 of the pages here; without n8 and n9
  * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those; or in0
  *                has them only) over
  *                layer n1 of group n0; n2 H, n3 G, n4 D,
@@ -216,6 +217,13 @@ typedef struct pst_register {
  *                F32, F16 or BF16; of a pair both halves) with the adapter's scales; or in1 + in0 D^T. p0, n0, n1 as in PST_ADAPT,
  *                p1 pst_adapter_codes [..]
  * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0
+ * PST_ATTEND_PART  out [T or R, H * (n5 + 2)] = as PST_ATTEND, of the tokens at positions p with p % p1[0] == p1[1] alone, p1 int32
+ *                [2], which are all that pages hold: of each head the sum of weighted values [n5], the largest score and the sum
+ *                of weights against it; 0, -inf and 0 where a token sees none of them. Without p2, p3, in1, in2, and trees
+ * PST_MERGE      out [T or R, n0 / size * n1] = what PST_ATTEND_PART gave of all ranks, in0 [T or R, n0 * (n1 + 2)], as attention over
+ *                all tokens of this rank's heads, the rank-th n0 / size of them: see pst_exchange, p0. p1? sinks float [n0 / size].
+ *                n2 0: every rank gives to every other, and they are added in order of ranks; 1: pairwise, log2(size) times,
+ *                for a power of two. in0 holds anything then
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
  *                and zeros
@@ -324,7 +332,7 @@ enum pst_kind {
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
     PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_GATHER, PST_ADAPT = 60,
-    PST_ATTEND_TEXT
+    PST_ATTEND_TEXT, PST_MERGE = 64, PST_ATTEND_PART
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

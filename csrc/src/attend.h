@@ -20,8 +20,11 @@ struct Attend final : Op {
     int parts = 1;
     Lines lines;
     const float *slopes, *sinks;
+    int ranks = 1, rank = 0;  // of the tokens those at positions p with p % ranks == rank are here
+    bool partial = false;     // parts of heads come out: see PST_ATTEND_PART
     int block_tokens, block_rows, max_blocks;
-    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at;
+    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at, lasts_at;
+    int max_tokens = 0;
 
     // ---- a thread's memory ----
 
@@ -34,6 +37,7 @@ struct Attend final : Op {
         float *factors, *more_factors, *value_scales, *scratch, *turned;
         const uint8_t** rows;  // of `turned`
         uint8_t* choice;
+        int32_t *lasts, *firsts;  // [T] of tokens that are shared out: see Block
         int64_t* keys_read;
 
         Own behind(int64_t query_bytes) const {
@@ -56,6 +60,8 @@ struct Attend final : Op {
         int bundles = 0;
     };
     Plan plan(const pst_step& step, const Prefixes& prefixes, int threads, const Own& own) const;
+    // What each token of the step sees of the tokens that are here.
+    void share_out(const pst_step& step, const Own& own) const;
     // Bundles of blocks that are all of their sequence in this step, and mostly shared: as many as have a chunk in common and
     // rows enough, but so few that every thread has a task.
     int bundle(const Prefixes& prefixes, int blocks, int threads, const Own& own) const;
@@ -95,12 +101,12 @@ struct Attend final : Op {
     void take_queries(const Block& block, Heads some, const Own& own) const;
 
     Reach reach(const Block& block, int row, int head, int start) const {
-        int position = block.at(row / per);
+        const int token = row / per, position = block.at(token);
         Reach out;
-        out.first = std::max(rule.first_key(position) - start, 0);
+        out.first = std::max(block.first_key(rule, token) - start, 0);
         out.last = std::min(position + 1 - start, CHUNK);
         out.slope = slopes ? slopes[head * per + row % per] : 0.0f;
-        out.distance = float(position - start);
+        out.distance = float(partial ? block.positions[token] - rank - ranks * start : position - start);
         return out;
     }
     // The states of the block's rows after the keys of one span alone. `fresh`: nobody has fetched its first ones.
@@ -132,6 +138,9 @@ struct Attend final : Op {
                      Ahead& ahead) const;
     void fold(const Block& block, Heads some, int span, const State& whole, const State& part) const;
     void put_out(const Block& block, Heads some, const State& whole) const;
+    // The part of a row's head, of a state or of nothing.
+    void put_part(const State* whole, int row, float* to) const;
+    void put_nothing(const Block& block, Heads some) const;
 
     State state_at(uint8_t* memory) const { return State(memory, block_rows, rule.values.padded); }
     void attend_alone(const Pages& pages, const Block& block, Heads some, const Own& own) const;

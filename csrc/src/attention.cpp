@@ -11,6 +11,7 @@
 #include "attend.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace pst {
@@ -152,7 +153,7 @@ void Attend::fold(const Block& block, Heads some, int span, const State& whole, 
     for (int first = 0; first < some.count * rows; first += rows)
         for (int r = t0 * per; r < t1 * per; r++)
             if (block.sees(rule, r / per, span * rule.span, (span + 1) * rule.span))
-                whole.fold(part, first + r, rule.first_key(block.at(r / per)) / rule.span == span);
+                whole.fold(part, first + r, block.first_key(rule, r / per) / rule.span == span);
 }
 
 void Attend::put_out(const Block& block, Heads some, const State& whole) const {
@@ -160,9 +161,28 @@ void Attend::put_out(const Block& block, Heads some, const State& whole) const {
     for (int g = some.first; g < some.first + some.count; g++)
         for (int r = 0; r < block.count * per; r++, row++) {
             int h = g * per + r % per;
+            float* to = out.data + (block.row + r / per) * out.stride;
+            if (partial) {
+                put_part(&whole, row, to + int64_t(h) * (rule.values.dim + 2));
+                continue;
+            }
             finish(rule, whole, row, sinks ? sinks + h : nullptr,
-                   out.data + (block.row + r / per) * out.stride + int64_t(h) * rule.values.dim);
+                   to + int64_t(h) * rule.values.dim);
         }
+}
+
+void Attend::put_part(const State* whole, int row, float* to) const {
+    const int width = rule.values.dim;
+    if (whole) std::memcpy(to, whole->row(row) + LANES, size_t(width) * 4);
+    else std::memset(to, 0, size_t(width) * 4);
+    to[width] = whole ? whole->m[row] : NOTHING;
+    to[width + 1] = whole ? sum(load(whole->row(row))) : 0.0f;
+}
+
+void Attend::put_nothing(const Block& block, Heads some) const {
+    for (int t = 0; t < block.count; t++)
+        for (int h = some.first * per; h < (some.first + some.count) * per; h++)
+            put_part(nullptr, 0, out.data + (block.row + t) * out.stride + int64_t(h) * (rule.values.dim + 2));
 }
 
 void Attend::attend_alone(const Pages& pages, const Block& block, Heads some, const Own& own) const {
@@ -281,7 +301,8 @@ void Attend::run(Team& team, const Context& context) const {
             // Later blocks of a sequence see more: they go first, so that what is left last is short.
             const Block& block = own.blocks[made.blocks - 1 - i / parts];
             Heads some{int(i % parts) * made.together, made.together};
-            if (block.picks && most) attend_slots(context, block, some, own);
+            if (block.blind) put_nothing(block, some);
+            else if (block.picks && most) attend_slots(context, block, some, own);
             else if (block.picks && rehearsed) attend_rehearsed(context, block, some, own);
             else if (block.picks) attend_chosen(context, block, some, own);
             else if (!block.split && !block.bundled)
@@ -308,7 +329,16 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
     check(made->queries.rows == PST_ROWS_TOKENS || made->queries.rows == made->out.rows, "queries of all that is wanted");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
-    check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
+    made->partial = op.kind == PST_ATTEND_PART;
+    if (made->partial) {
+        check(op.p[1] && !op.p[2] && !op.p[3] && op.in[1] < 0 && op.in[2] < 0, "parts of heads are of plain attention");
+        const int32_t* share = static_cast<const int32_t*>(op.p[1]);
+        made->ranks = share[0], made->rank = share[1];
+        check(made->ranks > 0 && made->rank >= 0 && made->rank < made->ranks, "a rank is one of them");
+        made->rule.step = float(made->ranks);
+        made->keeps_state = true;  // a tree's slots are no positions
+    }
+    check(int64_t(made->heads) * (width + 2 * made->partial) == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
     made->rule.keys = made->rule.stored = Side(keys, scales_of(maker, made->group, keys), made->dim - behind, 2 * LANES);
     made->rule.span = SPAN;
@@ -323,6 +353,7 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
             made->per /= made->parts, made->kv_heads *= made->parts;
         }
     }
+    check(!made->partial || made->lines.count == 1, "heads with lines of their own share out no tokens");
     made->rule.rotation = {};
     if (op.p[2]) {
         const pst_rotation& r = made->rule.rotation = *static_cast<const pst_rotation*>(op.p[2]);
@@ -361,10 +392,10 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
         check(made->lines.count == 1, "heads with lines of their own choose no tokens");
     }
     made->slopes = static_cast<const float*>(op.p[0]);
-    made->sinks = static_cast<const float*>(op.p[1]);
+    made->sinks = made->partial ? nullptr : static_cast<const float*>(op.p[1]);
     // Keys of two planes are shared by so many heads that others beside them save nothing.
     if (made->lines.count == 1 && !made->rule.window && !made->rule.chunk && !made->choice.wanted && !made->rehearsed &&
-        !made->most && !behind)
+        !made->most && !behind && !made->partial)
         made->shares_group = made->group;
     made->lay_out(maker);
     return made;

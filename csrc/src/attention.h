@@ -180,6 +180,7 @@ struct Rule {
     float scale, soft_cap;
     int window, chunk;
     int span;  // keys of a span
+    float step = 1.0f;  // how far keys that lie beside each other are apart
 
     // The earliest position that the token at `position` sees.
     int first_key(int position) const {
@@ -205,23 +206,30 @@ struct Block {
     int32_t span;           // keys of a span
     bool split;
     bool picks;  // what pages its one token reads
+    bool blind = false;    // its tokens see nothing of what is here
     bool bundled = false;  // it goes with others that begin with the same keys
     int32_t common = 0;    // of those: tokens that it has in common with the one before it
     const int32_t* positions;  // [count]
     const uint64_t* mask;      // [count], or null: no token of this block is a node of a tree
     int32_t shift = 0;         // how far slots, which all else here is by, are behind positions
+    // Of tokens that are shared out over ranks, or null: the last of those here that a token sees (-1: none), and the first.
+    // All else here is by these.
+    const int32_t *lasts = nullptr, *firsts = nullptr;  // [count]
 
     Block(const pst_step& step, const Rule& rule, int sequence, int first, int count);
     // The block where so many tokens are forgotten: not of a tree.
     Block behind(const Rule& rule, int dropped) const;
-    int at(int token) const { return positions[token] - shift; }
+    // The block by the tokens that are here.
+    void share(const int32_t* last, const int32_t* first);
+    int at(int token) const { return lasts ? lasts[token] : positions[token] - shift; }
+    int first_key(const Rule& rule, int token) const { return firsts ? firsts[token] : rule.first_key(at(token)); }
     int first_span() const { return reach / span; }
     int spans() const { return (end - 1) / span + 1 - first_span(); }
     // For one kv head.
     int64_t work() const { return int64_t(end - reach) * count; }
     // Whether a token sees any of keys first ... last-1.
     bool sees(const Rule& rule, int token, int first, int last) const {
-        return at(token) >= first && rule.first_key(at(token)) < last;
+        return at(token) >= first && first_key(rule, token) < last;
     }
     // Tokens that see any of them: from t0 on, before the result. Of a tree all.
     int active(const Rule& rule, int first, int last, int& t0) const;
@@ -241,7 +249,7 @@ void find_path(const Rule& rule, const Pages& pages, const Block& block, int tok
 struct Reach {
     int first, last;
     float slope;    // 0: none
-    float distance; // of the chunk's key 0
+    float distance; // of the chunk's key 0, in tokens
 };
 
 // A chunk that only one call of attend_rows looks at: of `Chunk` no more than scales is ready, keys and values are made

@@ -76,9 +76,23 @@ Block Block::behind(const Rule& rule, int dropped) const {
     return out;
 }
 
+void Block::share(const int32_t* last, const int32_t* first) {
+    lasts = last, firsts = first;
+    blind = firsts[0] > lasts[0];
+    position = lasts[0];
+    base = end = lasts[count - 1] + 1;
+    reach = firsts[0];
+}
+
 int Block::active(const Rule& rule, int from, int to, int& t0) const {
     t0 = 0;
     if (mask) return count;
+    if (lasts) {
+        int t1 = count;
+        while (t0 < count && lasts[t0] < from) t0++;
+        while (t1 > t0 && firsts[t1 - 1] >= to) t1--;
+        return t1;
+    }
     t0 = std::max(0, from - position);
     int t1 = count;
     while (t1 > t0 && rule.first_key(position + t1 - 1) >= to) t1--;
@@ -87,8 +101,11 @@ int Block::active(const Rule& rule, int from, int to, int& t0) const {
 
 void find(const Rule& rule, const Pages& pages, const Block& block, int head, int start, Places& places) {
     places.t1 = block.active(rule, start, start + CHUNK, places.t0);
-    int p = std::max(start, block.mask ? block.reach : rule.first_key(block.position + places.t0));
-    int end = std::min(start + CHUNK, block.mask ? block.base : block.position + places.t1);
+    int first = block.mask ? block.reach : rule.first_key(block.position + places.t0);
+    int last = block.mask ? block.base : block.position + places.t1;
+    if (block.lasts && places.t0 < places.t1) first = block.firsts[places.t0], last = block.lasts[places.t1 - 1] + 1;
+    else if (block.lasts) first = last = start;
+    int p = std::max(start, first), end = std::min(start + CHUNK, last);
     places.first = p - start;
     places.last = std::max(p, end) - start;
     find_slots(rule, pages, head, start, p, end, places);

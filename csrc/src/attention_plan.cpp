@@ -43,7 +43,10 @@ void Attend::lay_out(const Maker& maker) {
     own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.more.chunk_bytes() + rule.values.chunk_bytes() +
                 aligned(query_bytes * block_rows) + 2 * state_bytes + 3 * CHUNK * 4 + scores_bytes(most_rows());
     if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
-    choice_at = own_bytes = aligned(own_bytes);
+    lasts_at = own_bytes = aligned(own_bytes);
+    max_tokens = maker.max_tokens;
+    if (partial) own_bytes += aligned(int64_t(2) * max_tokens * 4);
+    choice_at = own_bytes;
     if (choice.wanted) own_bytes += choice.bytes();
     if (most) own_bytes += aligned(int64_t(most) * 4);
     // A program for one thread never splits.
@@ -69,24 +72,39 @@ Attend::Own Attend::own_memory(const Context& context) const {
     own.scratch = own.value_scales + CHUNK;
     own.turned = own.scratch + scores_bytes(most_rows()) / 4;
     own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
+    own.lasts = reinterpret_cast<int32_t*>(at + lasts_at), own.firsts = own.lasts + max_tokens;
     own.choice = at + choice_at;
     return own;
+}
+
+void Attend::share_out(const pst_step& step, const Own& own) const {
+    // Of the tokens before position p so many are here.
+    auto before = [&](int p) { return (p + ranks - 1 - rank) / ranks; };
+    for (int t = 0; t < step.num_tokens; t++) {
+        own.lasts[t] = before(step.positions[t] + 1) - 1;
+        own.firsts[t] = before(rule.first_key(step.positions[t]));
+    }
 }
 
 Attend::Plan Attend::plan(const pst_step& step, const Prefixes& prefixes, int threads, const Own& own) const {
     Plan made;
     int64_t total = 0, spans = 0;
     int longest = 1;
+    if (partial) share_out(step, own);
+    auto blind = [&](int t) { return partial && own.firsts[t] > own.lasts[t]; };
     each_run(step, out, [&](int b, int first, int end, int row) {
         int picking = choice.first_token(step, b);
         auto picks = [&](int t) { return most ? seen(step, b, t) > most : t >= picking; };
         for (int t = first, count; t < end; t += count) {
             const bool alone = picks(t);
-            for (count = 1; !alone && count < std::min(block_tokens, end - t) && !picks(t + count);) count++;
+            for (count = 1; !alone && count < std::min(block_tokens, end - t) && !picks(t + count) && blind(t) == blind(t + count);)
+                count++;
             Block& block = own.blocks[made.blocks++];
             block = Block(step, rule, b, t, count);
             block.row = row + t - first;
             block.picks = alone && (most || !block.mask) && (!rehearsed || chose(block));
+            if (partial) block.share(own.lasts + t, own.firsts + t);
+            if (block.blind) continue;
             total += (block.picks ? read(step, block) : block.work()) * kv_heads;
             spans += block.picks ? 1 : block.spans();
             longest = std::max(longest, block.count);
@@ -98,7 +116,7 @@ Attend::Plan Attend::plan(const pst_step& step, const Prefixes& prefixes, int th
         Block& block = own.blocks[i];
         // Fewer than PAIRS_PER_THREAD * threads tasks can be so large a part of the whole.
         int64_t work = block.work() * made.together;
-        block.split = !block.picks && !block.bundled && block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
+        block.split = !block.picks && !block.blind && !block.bundled && block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
         if (!block.split) continue;
         own.splits[made.splits++] = i;
         made.spans = std::max(made.spans, most_spans(block, step.groups[group].dropped != nullptr));

@@ -173,9 +173,9 @@ void bend(const Rule& rule, const Reach& reach, int from, int to, float* scores)
         for (int at = from; at < to; at += TILE) store(scores + at, soft_cap(load(scores + at), rule.soft_cap));
     if (reach.slope == 0.0f) return;
     alignas(64) static const float numbers[TILE] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    F slope = all(reach.slope), lanes = load(numbers);
+    F slope = all(reach.slope), lanes = load(numbers) * all(rule.step);
     for (int at = from; at < to; at += TILE)
-        store(scores + at, load(scores + at) - slope * (all(reach.distance - float(at)) - lanes));
+        store(scores + at, load(scores + at) - slope * (all(reach.distance - float(at) * rule.step) - lanes));
 }
 
 // A row's scores become weights against its new maximum, to which its state is brought. SCALED: times the scales.

@@ -54,6 +54,7 @@ struct Write final : Op {
     PageBounds bounds;
     int group;
     Lines lines;
+    int ranks = 1, rank = 0;  // of the tokens in slots s those with s % ranks == rank
 
     void run(Team& team, const Context& context) const override {
         const pst_step& step = context.step;
@@ -65,6 +66,8 @@ struct Write final : Op {
                 for (int i = 0; i < lines.count; i++) {
                     Pages pages(step.groups[group], sequence, lines.of(i));
                     int slot = slot_of(step, sequence, t) - dropped(step.groups[group], sequence, lines.of(i));
+                    if (ranks > 1 && slot % ranks != rank) continue;
+                    slot /= ranks;
                     for (const Source& source : sources)
                         source.write(t, i, pages.page(slot / pages.block_size), slot % pages.block_size);
                 }
@@ -110,6 +113,11 @@ OpPtr make_write(const pst_op& op, const Maker& maker) {
         check(made->sources[0].lines == made->sources.back().lines, "keys and values are not kept alike");
     }
     made->lines.count = made->sources[0].lines;
+    if (op.n[10] > 1) {
+        made->ranks = op.n[10], made->rank = op.n[11];
+        check(made->rank >= 0 && made->rank < made->ranks, "a rank is one of them");
+        check(!op.n[8] && !op.n[9], "bounds are of whole pages");
+    }
     if (op.n[8] || op.n[9]) {
         const Source& keys = made->sources[0];
         made->bounds = PageBounds(keys.plane, keys.scales, maker.plane(made->group, op.n[8]),

@@ -21,7 +21,8 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_LATENT: return make_latent(op, maker);
         case PST_ROPE: return make_rope(op, maker);
         case PST_WRITE:
-        case PST_ATTEND: return make_cache(op, maker);
+        case PST_ATTEND:
+        case PST_ATTEND_PART: return make_cache(op, maker);
         case PST_CHOOSE: return make_choose(op, maker);
         case PST_REHEARSE: return make_rehearse(op, maker);
         case PST_ROUTE: return make_route(op, maker);
@@ -45,6 +46,7 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_ADAPT: return make_adapt(op, maker);
         case PST_ADAPT_CODES: return make_adapt_codes(op, maker);
         case PST_GATHER: return make_gather(op, maker);
+        case PST_MERGE: return make_merge(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }

@@ -86,6 +86,7 @@ class Knobs:
     merge: float | None = None
     ranks: int = 1
     whole_experts: bool = False
+    by_tokens: str = ""  # ranks share out the tokens of sequences, and merge what they find so: flat, tree
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -164,6 +165,8 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         lora_merge_threshold=k.merge,
         tensor_parallel_size=k.ranks,
         enable_expert_parallel=k.whole_experts,
+        context_parallel_size=k.ranks if k.by_tokens else 1,
+        context_parallel_reduce=k.by_tokens or "flat",
     )
 
 

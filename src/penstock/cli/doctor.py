@@ -210,7 +210,7 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.plan.experts import expert_sizes
     from penstock.plan.flops import num_active_params
     from penstock.plan.memory import gib
-    from penstock.plan.ranks import possible_sizes, rank_bytes
+    from penstock.plan.ranks import possible_sizes, rank_bytes, shares_tokens
 
     path = config.model.model
     checkpoint = open_model(local_path(path))
@@ -236,6 +236,11 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
             f"Over processes of this machine: --tensor-parallel-size {fits}; with {sizes[0]} each holds about {part} "
             "of weights.", highlight=False, markup=False,
         )  # fmt: skip
+        if shares_tokens(spec, plan.own_groups, sizes[0]):
+            console.print(
+                f"With --context-parallel-size {sizes[0]} each keeps 1 of {sizes[0]} tokens, so the same memory holds "
+                f"{sizes[0]} times as many.", highlight=False, markup=False,
+            )  # fmt: skip
     total, least = expert_sizes(spec, plan.held)
     if total:
         console.print(

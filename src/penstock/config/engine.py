@@ -386,6 +386,19 @@ class ExecutionConfig(Section):
         "With several ranks: each has whole experts of a mixture, instead of some outputs of every expert, and ranks "
         "give each other what theirs made of the tokens that chose them. The tokens are those of one rank.",
     )
+    context_parallel_size: int = setting(
+        1,
+        "Ranks over which the tokens of every sequence are shared out: each keeps 1/N of the keys and values, and what "
+        "they find is merged. As many as tensor_parallel_size; given alone, it means that many. Logits differ by 1e-5.",
+        minimum=1,
+        maximum=64,
+    )
+    context_parallel_reduce: str = setting(
+        "flat",
+        "How ranks merge what they found over their tokens. flat: each gives each other its heads, added in order of "
+        "ranks. tree: pairwise, in log2(N) exchanges, where N is a power of two; else flat.",
+        choices=("flat", "tree"),
+    )
     packed_weights: str = setting(
         "auto",
         "Where weights are that an earlier start has packed. copied: in huge pages, quicker to read. mapped: in the "
@@ -487,6 +500,11 @@ class ExecutionConfig(Section):
         takes_object=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel_size == 1:  # there are as many ranks as tokens are shared out over
+            object.__setattr__(self, "tensor_parallel_size", self.context_parallel_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -552,6 +570,8 @@ class EngineConfig:
                 "rows that ranks have parts of; leave one of both away",
                 field="tensor_parallel_sums",
             )
+        if self.execution.context_parallel_size > 1:
+            self._check_tokens_over_ranks()
         run, cache = self.execution, self.cache
         offload = offload_of(cache.kv_offload)
         given = {
@@ -566,6 +586,29 @@ class EngineConfig:
                 "of both away",
                 field=name,
             )
+
+    def _check_tokens_over_ranks(self) -> None:
+        """A rank that has some of a sequence's tokens can do nothing that needs them all but attend to them."""
+        size, cache = self.execution.context_parallel_size, self.cache
+        if self.execution.tensor_parallel_size != size:
+            raise ConfigError(
+                f"context_parallel_size: tokens are shared out over all ranks, and there are "
+                f"{self.execution.tensor_parallel_size} (tensor_parallel_size), not {size}; give the same number, or "
+                "only one of both",
+                field="context_parallel_size",
+            )
+        needs = {
+            "kv_selector": (cache.kv_selector, "none", "chooses among all tokens of a sequence"),
+            "kv_rotation": (cache.kv_rotation, "none", "turns keys where they are read"),
+            "kv_offload_format": (cache.kv_offload_format, "plain", "codes whole blocks"),
+        }
+        for name, (value, plain, does) in needs.items():
+            if value != plain:
+                raise ConfigError(
+                    f"{name}: {value} {does}, and with context_parallel_size {size} each rank has some of the tokens; "
+                    "leave one of both away",
+                    field=name,
+                )
 
     def _check_one_budget(self) -> None:
         given = {

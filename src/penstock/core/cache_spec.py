@@ -88,6 +88,8 @@ class CacheSpec(msgspec.Struct, frozen=True):
     only).
     `lanes`: runs of kv heads that have pages of their own, so that they may keep different tokens: 1, or the number of
     kv heads. A page then holds heads / lanes heads; the pages of a slab are those of layer 0, lane by lane, and so on.
+    `ranks`: over how many ranks tokens are shared out: a page has the tokens of its block whose position leaves the
+    rank's number when it is divided by so many, in order (`plan.ranks.ranked_groups`).
     `page_planes`: what a page has besides its tokens, `heads` x `dim` numbers each (bounds of its keys, say), or, with
     `every`, what several tokens have together (entries of compressed attention). There may be nothing else: no planes.
     """
@@ -97,11 +99,13 @@ class CacheSpec(msgspec.Struct, frozen=True):
     window: int | None = None
     lanes: int = 1
     page_planes: tuple[PlaneSpec, ...] = ()
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind == "window"), f"{self.kind} with window {self.window}"
         assert self.window is None or self.window > 0, f"window {self.window}"
         assert all(p.heads % self.lanes == 0 for p in (*self.planes, *self.page_planes)), f"{self.lanes} lanes"
+        assert self.ranks == 1 or (self.per_token and self.lanes == 1 and not self.page_planes), f"{self.ranks} ranks"
         assert self.kind == "paged" or (self.lanes == 1 and not self.page_planes), f"{self.kind} with lanes or bounds"
 
     @property
@@ -144,7 +148,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
         return len(self.layers) * self.spec.lanes
 
     def slab_bytes(self, block_size: int) -> int:
-        tokens = block_size if self.spec.per_token else 1
+        tokens = block_size // self.spec.ranks if self.spec.per_token else 1
         besides = sum(p.num_bytes * p.page_rows(block_size) for p in self.spec.page_planes)
         return len(self.layers) * (self.spec.num_bytes * tokens + besides)
 

@@ -227,7 +227,6 @@ def model_of(
     """`comm`: with the other ranks, if there are any."""
     return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
-        rotation=config.cache.kv_rotation,
         reading=reading_of(
             keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config),
             moves=config.cache.kv_allocator == "modules",
@@ -235,6 +234,7 @@ def model_of(
         comm=comm,
         sums=config.execution.tensor_parallel_sums,
         whole_experts=config.execution.enable_expert_parallel,
+        pairwise=config.execution.context_parallel_reduce == "tree",
     )  # fmt: skip
 
 
@@ -249,8 +249,10 @@ def comm_of(spec: RankSpec) -> Comm | None:
 
 def shard_name(config: EngineConfig, comm: Comm) -> str:
     """What a rank's packed weights are known by."""
-    experts = "whole experts" if config.execution.enable_expert_parallel else "experts by outputs"
-    return f"rank {comm.rank} of {comm.size}, {UNIT} {LEAST_ROWS} {config.execution.tensor_parallel_sums} {experts}"
+    run = config.execution
+    experts = "whole experts" if run.enable_expert_parallel else "experts by outputs"
+    how = (UNIT, LEAST_ROWS, run.tensor_parallel_sums, run.context_parallel_size, experts)
+    return f"rank {comm.rank} of {comm.size}, {how}"
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

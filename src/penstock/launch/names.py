@@ -15,6 +15,7 @@ from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.plugins import load_plugins
+from penstock.launch.speculation import branches
 from penstock.ops.attention import ATTENTION_BACKENDS, DEVICE_ATTENTION
 from penstock.sched.policy import make_offline_policy, make_policy
 from penstock.select import KV_SELECTORS
@@ -54,6 +55,12 @@ def check_names(config: EngineConfig) -> None:
     if config.speculation is not None:
         DRAFTERS.target(config.speculation.method)
         check_method(config.speculation)
+        if config.execution.context_parallel_size > 1 and branches(config.speculation):
+            raise ConfigError(
+                f"speculative_config: {config.speculation.method} drafts trees (tree {config.speculation.tree}), and "
+                "context_parallel_size needs chains, for a token's rank goes by its place; use ngram, or tree chain",
+                field="speculative_config",
+            )
 
 
 def _check_attention(name: str, place: str) -> None:

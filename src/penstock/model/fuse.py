@@ -90,8 +90,8 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 
 BY_ROWS = {
-    "linear", "adapt", "gather", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap",
-    "add", "multiply",
+    "linear", "adapt", "gather", "merge", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip",
+    "soft_cap", "add", "multiply",
     "gate_rows", "interpolate", "value_bonus", "attention", "attend_chosen", "latent_output", "route", "experts",
     "cut_off", "match_magnitude", "scale_columns", "stack_streams", "mix_streams", "correct_streams", "add_streams",
     "rope", "scale_queries",

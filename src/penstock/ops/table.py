@@ -40,11 +40,12 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
     OpContract("gather", "what all ranks have of a row, side by side (parallel.shard)", "x [T, widths[rank]]",
                "the ranks (parallel.comm.Comm); widths", "[T, sum of widths]"),
+    OpContract("merge", "attention to all tokens, of a rank's heads, of what ranks found (parallel.shard)",
+               "parts [T, H*(W+2)]", "the ranks; H; W; pairwise; sinks [H/ranks] or None", "[T, H/ranks * W]"),
     OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
                "x [T, K], which was multiplied; y [T, N], what came of it; step", "name of the weight", "[T, N]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
-               "weight, broadcast over x, or None; eps",
-               "[..., N]"),
+               "weight, broadcast over x, or None; eps", "[..., N]"),
     OpContract("layer_norm", "(x - mean) / sqrt(var + eps) * weight + bias over the last axis", "x [..., N]",
                "weight and bias, broadcast over x, or None; eps", "[..., N]"),
     OpContract("heads", "view of the last axis as heads", "x [T, H*D]", "number of heads", "[T, H, D] (view)"),
@@ -104,10 +105,9 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("observe", "shows a layer's queries to who chooses by attention (Step.observed)", "q [T, H, D]; step",
                "group; layer of the group", "None"),
     OpContract("attention", "softmax attention of each token over its own context (core.protocols.AttentionBackend)",
-               "q [T, H, D]; step",
-               "group; layer of the group; keys; value; scale; window; chunk; soft_cap; slopes [H]; sinks [H]; "
-               "rotation of raw keys; kept if newest tokens are kept apart; pages that are read; chosen if tokens were",
-               "[T, H, W]"),
+               "q [T, H, D]; step", "group; layer of the group; keys; value; scale; window; chunk; soft_cap; slopes "
+               "[H]; sinks [H]; rotation of raw keys; kept if newest tokens are kept apart; pages that are read; "
+               "chosen if tokens were; share, (ranks, rank), if ranks have some tokens each", "[T, H, W]"),
     OpContract("attend_text", "softmax attention of each token over the whole of its text, which begins in this step",
                "q, k, v [T, H, D]; step", "scale; how far a token sees to both sides, or None", "[T, H, D]"),
     OpContract("latent_query", "query of absorbed latent attention: its part without position times the key projection",
@@ -208,8 +208,8 @@ CONTRACTS: tuple[OpContract, ...] = (
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)
-BESIDE = frozenset({"attention", "adapt", "gather"})
-"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the third."""
+BESIDE = frozenset({"attention", "adapt", "gather", "merge"})
+"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the others."""
 
 
 class OpTable(Mapping[str, Op]):

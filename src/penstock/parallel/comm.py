@@ -74,6 +74,10 @@ class SharedExchange:
         line = self._lines[rank]
         return int(line.gathers), int(line.bytes)
 
+    def merged(self, rank: int) -> int:
+        """Parts of other ranks that a rank has merged with its own, one behind the other (`PST_MERGE`)."""
+        return int(self._lines[rank].merged)
+
 
 def shared_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     """Of the memory that `size` ranks share."""

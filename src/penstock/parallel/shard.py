@@ -7,6 +7,11 @@ rank's own heads. Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) spli
 instead and adds the sums of ranks up, here in the order of ranks: two exchanges a layer instead of four, and other
 bits (`sums`).
 
+Or attention is shared out by tokens: a rank keeps every so-manieth token's keys and values and finds what all heads
+make of those; what ranks have found is merged, each rank its own heads (`merge`; DistAttention: Lin et al.,
+Infinite-LLM, arXiv 2401.02669). Nobody needs a head's keys whole then, and fewer heads of keys than ranks
+are no copies. Softmax sums are taken in another order than by one rank: other bits, the same on all ranks.
+
 What no rule here knows runs whole on every rank.
 """
 
@@ -68,28 +73,33 @@ def outputs_of(part: LowRank, first: int, last: int) -> LowRank:
 
 class _Shard:
     def __init__(
-        self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool, whole_experts: bool
+        self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool, whole_experts: bool, pairwise: bool
     ) -> None:  # fmt: skip
-        self._graph, self._comm, self._sums, self._whole_experts = graph, comm, sums, whole_experts
+        self._graph, self._comm, self._sums = graph, comm, sums
+        self._whole_experts, self._pairwise = whole_experts, pairwise
         self._made: dict[int, _Made] = {}
         self.nodes: list[Node] = []
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of each weight that this rank has, where it has not all of them."""
         self._tables = {node.weights[0] for node in graph.nodes if node.op == "embed"}
         self._split = split_groups(graph, groups)
+        self._by_tokens = {group.index for group in groups if group.spec.ranks > 1}
         self._wanted = self._head_products()
 
     # -- what is split how ---------------------------------------------------------------------------------------
 
     def _head_products(self) -> dict[int, Ranges]:
-        """Products whose outputs are heads that attention is split by, and how."""
+        """Products whose outputs are heads that attention is split by, and how; where it is by tokens, heads are made
+        apart as far as each has one rank."""
         found: dict[int, Ranges] = {}
         for node in self._graph.nodes:
-            if node.op not in ("write_kv", "attention") or node.bound[0] not in self._split:
+            if node.op not in ("write_kv", "attention") or node.bound[0] not in self._split | self._by_tokens:
                 continue
             for value in node.inputs:
                 maker = _product_of(value)
                 if maker is not None and maker.out is not None and value.heads:
+                    if node.bound[0] in self._by_tokens and value.heads % self._comm.size:
+                        continue
                     ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
                     if value.heads < self._comm.size and not self._only_attended(maker):
                         continue
@@ -168,6 +178,9 @@ class _Shard:
             self._attention(node)
             return
         if node.op == "experts" and self._comm.exchange is not None and self._experts(node):
+            return
+        if node.op in ("write_kv", "attention") and node.bound[0] in self._by_tokens:
+            self._attention_by_tokens(node)
             return
         ranges = self.ranges_of(node.inputs[0]) if node.inputs else ()
         if ranges and node.out is not None and node.out.heads is not None:
@@ -262,6 +275,28 @@ class _Shard:
                 named[name] = np.asarray(named[name]).reshape(-1)[first:last]
         self._add(node, parts, out, named=named)
 
+    def _attention_by_tokens(self, node: Node) -> None:
+        """Every rank writes what is its own of whole keys and values, and reads it with whole queries."""
+        comm = self._comm
+        inputs, named = [self.whole(v) for v in node.inputs], node.named | {"share": (comm.size, comm.rank)}
+        if node.out is None:
+            self._add(node, inputs, (), named=named)
+            return
+        width, heads = node.out.width, node.out.heads
+        assert heads
+        ranges = head_ranges(heads, width // heads, comm.size)
+        first, last = ranges[comm.rank]
+        sinks = named.pop("sinks", None)
+        if sinks is not None:  # once for all tokens
+            sinks = np.asarray(sinks).reshape(-1)[first * heads // width : last * heads // width]
+        part = replace(node, inputs=inputs, named=named, more=dict(node.more))
+        part.out = Value(part, width + 2 * heads, node.out.rows, name=node.out.name)
+        pairwise = self._pairwise and comm.size & (comm.size - 1) == 0
+        merge = Node("merge", [part.out], (comm, heads, width // heads, pairwise, sinks), layer=node.layer)
+        merge.out = replace(node.out, maker=merge, width=last - first, heads=heads // comm.size)
+        self.nodes += [part, merge]
+        self._made[id(node)] = _Made(width, merge.out, ranges)
+
     def _bound_by_heads(self, node: Node, ranges: Ranges) -> dict[str, Any]:
         """Weights of norms that every head has of its own."""
         x = node.inputs[0]
@@ -330,15 +365,17 @@ def split_groups(graph: Graph, groups: Sequence[CacheGroup]) -> set[int]:
 
 
 def shard(
-    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False, whole_experts: bool = False
+    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False, whole_experts: bool = False,
+    pairwise: bool = False,
 ) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
     """What this rank runs of `graph`, and the rows of each weight that it has, where it has not all of them.
 
     `groups`: of the rank (`plan.ranks.ranked_groups`). `sums`: products whose inputs ranks have parts of are split by
     inputs, where weights are plain numbers. `whole_experts`: each rank has some experts of a mixture, not some outputs
-    of all; every layer has one for each rank at least.
+    of all; every layer has one for each rank at least. `pairwise`: what ranks found of tokens is merged as in a tree,
+    where their number is a power of two.
     """
-    made = _Shard(graph, groups, comm, sums, whole_experts)
+    made = _Shard(graph, groups, comm, sums, whole_experts, pairwise)
     head = 0
     for i, node in enumerate(graph.nodes):
         if i == graph.head:

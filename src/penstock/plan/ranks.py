@@ -1,4 +1,5 @@
-"""What each of several ranks of one model keeps: of weights, of experts, and whose keys and values are shared out."""
+"""What each of several ranks of one model keeps: of weights, of experts, and whose keys and values are shared out, by heads
+or by tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from penstock.core.cache_spec import CacheGroup, PlaneSpec
 from penstock.core.held_weights import HeldWeights
 from penstock.core.kv_codec import KV_CODECS, scales_name
 from penstock.core.machine import Machine
-from penstock.core.model_spec import Attention, Experts, ModelSpec, weight_shapes
+from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, weight_shapes
 
 MOST_RANKS = 64
 UNIT = 64
@@ -199,10 +200,15 @@ def ranked_groups(
     config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup]
 ) -> tuple[tuple[CacheGroup, ...], str]:
     """The groups as each rank has them, and why: heads of keys and values are shared out where nothing but attention
-    looks at them; else every rank keeps all."""
+    looks at them, or their tokens (`context_parallel_size`); else every rank keeps all.
+
+    Raises: ConfigError if tokens shall be shared out and nothing can be, or blocks have no parts for all ranks.
+    """
     size = config.execution.tensor_parallel_size
     if size == 1:
         return tuple(groups), ""
+    if config.execution.context_parallel_size > 1:
+        return _by_tokens(config, spec, groups)
     made, split, whole = [], 0, 0
     for group in groups:
         heads = _shared_heads(config, spec, groups, group)
@@ -220,6 +226,56 @@ def ranked_groups(
     if (hosts := config.execution.nnodes) > 1:
         why += f"; {ranks_here(config)} on each of {hosts} hosts"
     return tuple(made), why
+
+
+def _by_tokens(
+    config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup]
+) -> tuple[tuple[CacheGroup, ...], str]:
+    """`ranked_groups` where each rank keeps some tokens of all heads."""
+    size, block_size = config.execution.context_parallel_size, config.cache.block_size
+    made = tuple(
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, ranks=size))
+        if _is_only_attended(spec, groups, group, size) else group
+        for group in groups
+    )  # fmt: skip
+    split, whole = (sum(len(g.layers) for g in made if (g.spec.ranks > 1) is shared) for shared in (True, False))
+    if not split:
+        raise ConfigError(
+            "context_parallel_size: nothing that this model keeps can be shared out by tokens (states, formats with "
+            "blocks or newest tokens apart, and what chooses tokens need them all); leave it away",
+            field="context_parallel_size",
+        )
+    if block_size % size:
+        below = block_size // size * size
+        fit = f"{below} or {below + size}" if below else f"{size}"
+        raise ConfigError(
+            f"block_size: {block_size} tokens cannot be shared out evenly over {size} ranks; use {fit}",
+            field="block_size",
+        )
+    why = f"each rank keeps 1 of {size} tokens of {split} layers"
+    return made, why + (f", and all of {whole}" if whole else "")
+
+
+def shares_tokens(spec: ModelSpec, groups: Sequence[CacheGroup], size: int) -> bool:
+    """Whether `size` ranks could share out the tokens of anything that the model keeps."""
+    return any(_is_only_attended(spec, groups, group, size) for group in groups)
+
+
+def _is_only_attended(spec: ModelSpec, groups: Sequence[CacheGroup], group: CacheGroup, size: int) -> bool:
+    """Whether plain attention alone reads what the layers of `group` keep, token by token."""
+    if not group.spec.per_token or group.spec.lanes > 1 or group.spec.page_planes:
+        return False
+    if any(set(other.layers) & set(group.layers) for other in groups if other.index != group.index):
+        return False
+    if any(n >= len(spec.layers) for n in group.layers):
+        return False
+    own = ("k", "v", "latent", "k_rope")
+    known = {*own, *(scales_name(name, codec) for name in own for codec in KV_CODECS)}
+    return {plane.name for plane in group.spec.planes} <= known and all(
+        type(mixer) is Attention
+        or (type(mixer) is Latent and mixer.indexer is None and not mixer.reads_choice and mixer.num_heads % size == 0)
+        for mixer in (spec.layers[n].mixer for n in group.layers)
+    )
 
 
 def _of_heads(plane: PlaneSpec, heads: int, own: int) -> PlaneSpec:

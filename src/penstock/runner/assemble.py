@@ -36,7 +36,7 @@ class DecoderModel:
         groups: where its layers cache (`model.builder.build`); the first of a rank's, if others follow.
         rotation, reading: see `build`.
         comm: with the other ranks that have a part of it; None: this one has all.
-        sums, whole_experts: see `parallel.shard`.
+        sums, whole_experts, pairwise: see `parallel.shard`.
     """
 
     spec: ModelSpec
@@ -48,6 +48,7 @@ class DecoderModel:
     comm: Comm | None = None
     sums: bool = False
     whole_experts: bool = False
+    pairwise: bool = False
 
     @property
     def graph(self) -> Graph:
@@ -68,7 +69,9 @@ class DecoderModel:
             return graph, {}
         from penstock.parallel.shard import shard  # one rank needs nobody
 
-        return shard(graph, self.groups, self.comm, sums=self.sums, whole_experts=self.whole_experts)
+        return shard(
+            graph, self.groups, self.comm, sums=self.sums, whole_experts=self.whole_experts, pairwise=self.pairwise
+        )
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",

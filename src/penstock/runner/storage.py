@@ -210,7 +210,7 @@ class Storage:
         there = np.asarray(slots, np.int32)
         for g, table in enumerate(tables):
             for array in self.planes[g].values():
-                if array.ndim == 4 and array.shape[1] == self._block_size:  # entries are made anew
+                if array.ndim == 4 and array.shape[1] == self._block_size:  # others are made anew, or stay unseen
                     array[self._place(g, table, there, array)] = 0
 
     def _place(self, g: int, table: I32, slots: I32, array: Array) -> tuple[Array, Array]:
@@ -254,7 +254,7 @@ def planes_of(
     new: Callable[[tuple[int, ...], type[np.generic], Any], Array],
 ) -> Planes:
     """Arrays for so many pages of a group, each made by `new` (shape, dtype, what fills it)."""
-    per_page = (block_size,) if group.spec.per_token else ()
+    per_page = (block_size // group.spec.ranks,) if group.spec.per_token else ()
     planes: Planes = {}
     for besides, plane in [(False, p) for p in group.spec.planes] + [(True, p) for p in group.spec.page_planes]:
         dtype, nan = _ARRAYS[plane.dtype]

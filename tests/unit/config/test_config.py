@@ -65,6 +65,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "tensor_parallel_sums": False,
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
+        "context_parallel_size": 1, "context_parallel_reduce": "flat",
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "memory_bytes": None, "offload_rates": "auto", "weight_memory_bytes": None, "weight_prefetch": 1,

@@ -290,6 +290,15 @@ class _Emitter:
         label, inputs = f"{ranks.rank} of {ranks.size} ranks", (self.register(node.inputs[0]),)
         self._add_op(Kind.GATHER, label, inputs, self._new_home(node), pointers=pointers)
 
+    def _merge(self, i: int, node: Node) -> None:
+        ranks, heads, dim, pairwise, sinks = node.bound
+        if ranks.exchange is None:
+            raise NotNativeError("ranks that share no memory")
+        inputs, out = (self.register(node.inputs[0]),), self._new_home(node)
+        pointers = (ranks.exchange, None if sinks is None else np.ascontiguousarray(sinks, np.float32))
+        label = f"{ranks.rank} of {ranks.size} ranks"
+        self._add_op(Kind.MERGE, label, inputs, out, n=(heads, dim, int(pairwise)), pointers=pointers)
+
     def _adapt(self, i: int, node: Node) -> None:
         """In place on the product: see `fuse` for those of a pair."""
         x, y = node.inputs
@@ -342,6 +351,8 @@ class _Emitter:
             group, layer, a.heads, a.width // a.heads, b.heads, b.width // b.heads,
             *(planes.index(name) for name in (*names, *(node.named.get("bounds") or ()))),
         )  # fmt: skip
+        if (share := node.named.get("share")) is not None:
+            n = (*n, 0, 0, *share)
         # One plane of which the same rows are written twice is written once.
         inputs = (a,) if a.same(b) and names[0] == names[1] else (a, b)
         self._add_op(Kind.WRITE, f"group {group} layer {layer}", tuple(map(self.register, inputs)), -1, n=n)
@@ -375,6 +386,9 @@ class _Emitter:
             None if w is None else np.ascontiguousarray(w, np.float32).reshape(-1)
             for w in (named.get("slopes"), named.get("sinks"))
         ]
+        share = named.get("share")
+        if share is not None:
+            pointers[1] = np.array(share, np.int32)
         if (rotation := named.get("rotation")) is not None:
             table, interleaved, first = rotation
             if table.ndim != 3:
@@ -389,7 +403,7 @@ class _Emitter:
             inputs = (*inputs, -1, self._rehearsed[group, layer])
         f = (named["scale"], named.get("soft_cap") or 0.0)
         self._add_op(
-            Kind.ATTEND,
+            Kind.ATTEND if share is None else Kind.ATTEND_PART,
             f"group {group} layer {layer}",
             inputs,
             self._new_home(node),

@@ -93,7 +93,7 @@ class NativeForward:
         self._resident = None if self._course is None else self._course.resident
         self._best, self._finite = memoryview(b""), bytearray()
         """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
-        self._memory = StepMemory(len(groups))
+        self._memory = StepMemory(len(groups), ranks=[group.spec.ranks for group in groups])
 
     @property
     def pool(self) -> Pool:

@@ -134,6 +134,8 @@ class Kind(IntEnum):
     GATHER = 58
     ADAPT = 60
     ATTEND_TEXT = 61
+    MERGE = 64
+    ATTEND_PART = 65
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

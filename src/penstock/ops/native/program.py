@@ -268,7 +268,9 @@ def _plane(name: str, group: Planes) -> Plane:
 class StepMemory:
     """Turns plans into `pst_step`, in memory that the next step uses again."""
 
-    def __init__(self, num_groups: int, max_seqs: int = 256) -> None:
+    def __init__(self, num_groups: int, max_seqs: int = 256, ranks: Sequence[int] = ()) -> None:
+        """`ranks`: over how many the tokens of each group are shared out; nothing: one."""
+        self._ranks = list(ranks) or [1] * num_groups
         self._groups = (Group * max(1, num_groups))()
         self._num_groups = num_groups
         self._reserve(max_seqs)
@@ -330,8 +332,8 @@ class StepMemory:
             shared[b], strides[b] = table.shape[0] == 1, table.strides[0] // table.itemsize
         self._filled[g] = list(group.tables)
         self._groups[g] = Group(
-            group.num_layers, group.block_size, tables.ctypes.data, shared.ctypes.data, strides.ctypes.data,
-            self._groups[g].dropped,
+            group.num_layers, group.block_size // self._ranks[g], tables.ctypes.data, shared.ctypes.data,
+            strides.ctypes.data, self._groups[g].dropped,
         )  # fmt: skip
 
     def _forget(self, g: int, dropped: tuple[npt.NDArray[np.int32] | None, ...] | None) -> None:
