@@ -1,5 +1,4 @@
-"""What each of several ranks of one model keeps: of weights, of experts, and whose keys and values are shared out, by heads
-or by tokens."""
+"""What each of several ranks of one model keeps: of weights, of experts, of keys and values, by heads or by tokens."""
 
 from __future__ import annotations
 
