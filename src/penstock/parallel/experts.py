@@ -19,7 +19,7 @@ from penstock.parallel.comm import Comm
 from penstock.plan.ranks import Ranges, expert_ranges
 
 
-class Shared(NamedTuple):
+class ExpertSplit(NamedTuple):
     """How the ranks of `comm` exchange within the experts of a layer, one of both: `widths`, of each one's numbers
     between the products; `starts` [ranks + 1], where each one's experts begin."""
 

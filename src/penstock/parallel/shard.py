@@ -27,7 +27,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.model.graph import Graph, Node, Value, result_of
 from penstock.ops.adapters import LowRank, Rescaled
 from penstock.parallel.comm import Comm
-from penstock.parallel.experts import Shared, by_outputs, rows_of
+from penstock.parallel.experts import ExpertSplit, by_outputs, rows_of
 from penstock.plan.ranks import LEAST_ROWS, UNIT, Ranges, expert_ranges, output_ranges
 
 _BY_COLUMNS = {"activate", "activate_gated", "xielu", "multiply", "add", "scale", "clip", "soft_cap"}
@@ -215,14 +215,14 @@ class _Shard:
         if self._whole_experts:
             ranges = expert_ranges(len(weights), comm.size)
             own = weights[slice(*ranges[comm.rank])]
-            named["shared"] = Shared(comm, starts=(*(first for first, _ in ranges), len(weights)))
+            named["shared"] = ExpertSplit(comm, starts=(*(first for first, _ in ranges), len(weights)))
         else:
             inner, outputs = self._even(weights[0].up.shape[0]), self._even(weights[0].down.shape[0])
             if not inner and not outputs:
                 return False
             own = by_outputs(weights, inner, outputs, comm.rank)
             if inner:
-                named["shared"] = Shared(comm, widths=tuple(last - first for first, last in inner))
+                named["shared"] = ExpertSplit(comm, widths=tuple(last - first for first, last in inner))
         self._add(node, [self.whole(v) for v in node.inputs], outputs, bound=(own,), named=named)
         return True
 

@@ -25,7 +25,7 @@ from penstock.ops.native.program import ChosenPages, ExpertShare, Layout, Native
 from penstock.ops.stored import StoredMatrix, alike
 
 if TYPE_CHECKING:
-    from penstock.parallel.experts import Shared
+    from penstock.parallel.experts import ExpertSplit
 
 
 class NotNativeError(Exception):
@@ -547,7 +547,7 @@ class _Emitter:
         assert routes.maker is not None
         top_k = routes.maker.bound[0]
         inputs = (self.register(x), self.register(Value(routes.maker, 2 * top_k, routes.rows)))
-        share: Shared | None = named.get("shared")
+        share: ExpertSplit | None = named.get("shared")
         total = share.starts[-1] if share is not None and share.starts else len(weights)
         n = (total, top_k, int(named["scale_input"]), ACTIVATIONS[named["activation"]])
         pointers: tuple[Any, ...] = tuple(
