@@ -376,6 +376,7 @@ def test_a_host_with_another_instruction_set_ends_with_a_sentence(
     port = free_port()
     host = Host(nano().model.model, port, tmp_path / "log").start(PENSTOCK_CPU_ISA="base")
     with beside(host):
+        host.until_says("waiting for the lead")
         with pytest.raises(EngineError, match="host 1 did not come within 5 s"):
             said(nano().model.model, tensor_parallel_size=2, nnodes=2, master_port=port)
         assert host.process is not None
