@@ -104,9 +104,8 @@ def main() -> None:
     if args.out:
         how = {"ranks": args.ranks, "prompt": args.prompt, "chunk": args.chunk, "decode": args.decode}
         one_process = {name: want[name] for name in ("kv_bytes", "activation_bytes", "workspace", "flops")}
-        save(
-            str(args.out), {"about": about(), "model": args.model, **how, "one_process": one_process, "methods": found}
-        )
+        kept = {"about": about(), "model": args.model, **how, "one_process": one_process, "methods": found}
+        save(str(args.out), kept)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.studies.weight_grid [--hidden 64] [--width 256] [--out FILE]
 
 A feed-forward `relu(x A) B` with A [E, F] and B [F, E] on X * Y ranks. Rows x [T, E] come with E shared out over all
-ranks and leave like that; where weights travel instead, rows come by rows. The layouts of Pope et al. (arXiv 2211.05102,
-section 3.2):
+ranks and leave like that; where weights travel instead, rows come by rows. The layouts of Pope et al. (arXiv
+2211.05102, section 3.2):
 
 - `stationary-1d`: each rank has columns of A and rows of B; rows are gathered, sums are scattered;
 - `stationary-2d`: each rank has a block of E / X by F / Y of both; rows are gathered over Y, what is between over X;
@@ -166,9 +166,8 @@ def main() -> None:
             found = {layout: counted(team, case, layout) for layout in LAYOUTS}
             least = min(LAYOUTS, key=lambda layout: found[layout][0])
             rows.append([f"{t}", *(f"{found[layout][0]:,}" for layout in LAYOUTS), least, choose(case)])
-            kept.append(
-                {"rows": t, "given": {k: v[0] for k, v in found.items()}, "least": least, "model": choose(case)}
-            )
+            given = {layout: bytes_ for layout, (bytes_, _) in found.items()}
+            kept.append({"rows": t, "given": given, "least": least, "model": choose(case)})
     title = f"bytes that each of 4 ranks gives; the choice should change at {flips(args.hidden, args.width)} rows"
     show(Console(width=140), title, ["rows", *LAYOUTS, "least", "the model's choice"], rows)
     found_out: dict[str, Any] = {"about": about(), "hidden": args.hidden, "width": args.width, "cases": kept}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.backends.program import BoundCall, Program
 from penstock.base.bf16 import F32
@@ -34,8 +35,15 @@ class CountedProgram(Program):
     def _execute(self, code: Sequence[BoundCall], registers: list[Any]) -> None:
         for call in code:
             super()._execute((call,), registers)
-            arrays = {id(x): x.nbytes for x in registers if isinstance(x, np.ndarray) and x.base is None}
-            self.peak_bytes = max(self.peak_bytes, sum(arrays.values()))
+            floats = (_root(x) for x in registers if isinstance(x, np.ndarray) and x.dtype == np.float32)
+            self.peak_bytes = max(self.peak_bytes, sum({id(x): x.nbytes for x in floats}.values()))
+
+
+def _root(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array whose memory a view shows."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x
 
 
 class SequenceModel:
@@ -168,7 +176,7 @@ class SequenceModel:
                 for position in asked.tolist():
                     rows[position - share.end + len(ids)] = found[rank][0][at[rank]]
                     at[rank] += 1
-            out[seq] = np.array([rows[i] for i in some], np.float32).reshape(len(some), -1)
+            out[seq] = np.array([rows[i] for i in some], np.float32).reshape(len(some), own.shape[1])
         return out
 
 

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -30,6 +30,7 @@ _FRAME = struct.Struct("<4sHH")
 _ARRAY = struct.Struct("<BBxxIIII")
 _MARK, _VERSION = b"PSRM", 1
 _DTYPES = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float64), np.dtype(np.uint16))
+_PATIENCE_S = 2.0
 _MOST_ARRAYS, _MOST_DIMS, _MOST_BYTES = 16, 4, 1 << 30
 
 
@@ -60,6 +61,8 @@ class Messages:
         self._going: deque[Future[None]] = deque()
 
     def close(self) -> None:
+        """What others have been given reaches them, if they take it within a moment."""
+        wait(self._going, _PATIENCE_S)
         for end in self._ends:
             if end is not None:
                 with suppress(OSError):  # the other has gone first

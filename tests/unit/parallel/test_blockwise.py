@@ -16,6 +16,7 @@ from penstock.ops.ref import REF
 from penstock.ops.ref.attention.full import FULL
 from tests import specs
 from tests.paged import Paged
+from tests.sampled import grid, some
 from tests.sequences import alone, difference, mixed, prompt
 from tests.unit.parallel.test_sequence import FIT
 
@@ -25,8 +26,7 @@ def blockwise(paged: Paged, rows: int) -> Paged:
     return paged
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize(("name", "rows"), some(grid(FIT, [1, 5, 16])))
 def test_H07_equal_for_every_kind_of_model(name: str, rows: int) -> None:
     paged = blockwise(Paged(*specs.make(name), max_model_len=600), rows)
     got = [{seq: np.array(x) for seq, x in paged.run(work).items()} for work, _ in mixed()]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from benchmarks.ranks.elastic import FIXED, Load, simulated, sustained
 
 from penstock.backends.sequence import SequenceModel
 from penstock.base.errors import ConfigError, EngineError
@@ -106,3 +107,16 @@ def test_ranks_that_a_method_cannot_run_are_refused() -> None:
     ):
         with pytest.raises((ConfigError, EngineError), match=why):
             in_threads(4, greedy, "llama_gqa", method, phases)
+
+
+def test_H13_simulated_ranks_that_change_sustain_a_higher_rate_than_any_fixed_number() -> None:
+    """Nine of ten short requests in time, and nine of ten long ones; three draws."""
+    rates, least = [0.2 * n for n in range(2, 16)], []
+    for seed in range(3):
+        load = Load(120, 1.0, 0.1, seed)
+        elastic = sustained(load, None, rates)
+        fixed = max(sustained(load, size, rates) for size in FIXED)
+        assert elastic >= fixed
+        least.append(elastic / fixed)
+    assert sorted(least)[1] > 1.1
+    assert simulated(load, None).num_tokens == simulated(load, 4).num_tokens

@@ -15,6 +15,7 @@ from penstock.parallel.sequence.shares import LAYOUTS, Holders
 from penstock.parallel.team import RankTeam
 from tests import specs
 from tests.paged import Paged
+from tests.sampled import grid, some
 from tests.sequences import Played, Step, alone, difference, in_threads, mixed, play, prompt
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
@@ -59,18 +60,19 @@ def test_what_can_be_shared_out_and_what_is_refused_by_name() -> None:
         assert f": {op} reads" in refused(name), refused(name)
 
 
-@pytest.mark.parametrize("method", sorted(SEQUENCE_METHODS))
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize(("name", "method"), some(grid(FIT, sorted(SEQUENCE_METHODS)), 48))
 def test_every_kind_of_model_by_every_method(name: str, method: str) -> None:
     """Two ranks in threads; prompts in chunks, single tokens and two sequences."""
     nodes = Paged(*specs.make(name), num_slabs=1).graph.nodes
     heads = [value.heads for node in nodes if node.op == "attention" for value in node.inputs]
+    kv_heads = {node.inputs[0].heads for node in nodes if node.op == "write_kv"}
     if method == "ulysses" and any(h and h % 2 for h in heads):
         pytest.skip("an odd number of heads")
+    same_bits = SEQUENCE_METHODS.traits(method).same_bits and (method != "ulysses" or 1 not in kv_heads)
     want = alone(name, mixed())
     for played in in_threads(2, play, name, method, mixed()):
         worst = difference(played.logits, want)
-        assert worst == 0 if SEQUENCE_METHODS.traits(method).same_bits else worst < 1e-4
+        assert worst == 0 if same_bits else worst < 1e-4
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -101,12 +103,14 @@ def test_H05_bytes_are_what_the_formula_says(teams: dict[int, RankTeam], size: i
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_H05_a_rank_has_its_part_of_the_activations(teams: dict[int, RankTeam], size: int) -> None:
-    """Exactly, of what operations leave behind; and of all memory that a step takes, blocks on their way among it."""
-    steps = one_step(256)
+    """Exactly, of what operations leave behind. All that a step takes, blocks on their way and parts of sums among it,
+    is somewhat more."""
+    steps = one_step(512)
     (one,) = in_threads(1, play, "llama_mqa", "ring", steps, "", None, True)
-    for played in teams[size].run(play, "llama_mqa", "ring", steps, "", None, True):
-        assert played.peak_bytes * size == one.peak_bytes
-        assert played.traced_bytes < 1.25 * one.traced_bytes / size
+    for method in ("ring", "gather"):
+        for played in teams[size].run(play, "llama_mqa", method, steps, "", None, True):
+            assert played.peak_bytes * size == one.peak_bytes
+            assert played.traced_bytes < 1.65 * one.traced_bytes / size
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -189,7 +193,7 @@ def test_H09_striped_is_equal_in_the_order_of_the_text(teams: dict[int, RankTeam
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_H09_work_is_even_with_stripes_and_nearly_twice_the_mean_without(size: int) -> None:
-    """Counted operations of attention. Runs of neighbours: 2n / (n + 1) of the mean, where texts are long."""
+    """Counted operations of attention. Runs of neighbours: the last rank has 2 - 1 / n of the mean."""
     count = 32 * size
     most: dict[str, float] = {}
     for method in ("ring", "striped", "pass_kv"):
@@ -199,7 +203,7 @@ def test_H09_work_is_even_with_stripes_and_nearly_twice_the_mean_without(size: i
         assert sum(flops) == 2 * 2 * DIM * pairs, "no pair twice, and none for nothing"
     assert most["striped"] < 1.05
     assert most["pass_kv"] < 1.05, "runs from both ends are even, too"
-    assert most["ring"] == pytest.approx(2 * size / (size + 1), rel=0.03)
+    assert most["ring"] == pytest.approx(2 - 1 / size, rel=0.02)
 
 
 def test_H09_of_every_round_too() -> None:

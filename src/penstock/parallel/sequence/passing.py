@@ -117,7 +117,7 @@ class LayerView:
         `tile`: scores of so many rows and keys at a time; 0: a row over all its keys.
         """
         num_kv_heads = block[0].shape[1]
-        own = q.reshape(len(q), num_kv_heads, q.shape[1] // num_kv_heads, -1)
+        own = q.reshape(len(q), num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2])
         found, first = nothing(own, block[rule.value].shape[-1]), 0
         for share, planes in zip(self.shares, self.split(block, source), strict=True):
             rows = slice(first, first + len(share.rows[owner]))
@@ -141,7 +141,7 @@ def whole(part: Partial, rule: Scoring) -> F32:
         sinks = np.broadcast_to(rule.sinks.reshape(part[0].shape[1:]), part[0].shape)
         part = combine(part, (sinks, np.ones_like(sinks), np.zeros_like(part[2])))
     out: F32 = part[2] / part[1]
-    return out.reshape(len(out), -1, out.shape[-1])
+    return out.reshape(len(out), out.shape[1] * out.shape[2], out.shape[3])
 
 
 def seen(position: int, keys: I32, rule: Scoring) -> tuple[int, int]:
