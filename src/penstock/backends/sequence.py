@@ -150,16 +150,19 @@ class SequenceModel:
 
     def _plan(self, work: Mapping[Any, tuple[Sequence[int], Sequence[int]]], shares: Sequence[SeqShare]) -> StepPlan:
         """This rank's rows of the step."""
-        tokens, positions, starts, wanted = [], [], [0], []
-        for share, (ids, some) in zip(shares, work.values(), strict=True):
-            own, first = share.rows[self._comm.rank].tolist(), share.end - len(ids)
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, wanted = [0], []
+        for share, (given, some) in zip(shares, work.values(), strict=True):
+            own, first = share.rows[self._comm.rank].tolist(), share.end - len(given)
             asked = {first + i for i in some}
             wanted += [len(tokens) + i for i, position in enumerate(own) if position in asked]
-            tokens += [ids[position - first] for position in own]
+            tokens += [given[position - first] for position in own]
             positions += own
             starts.append(len(tokens))
-        ints = [np.array(x, np.int32) for x in (tokens, positions, starts, [s.end for s in shares], wanted)]
-        return StepPlan(*ints, ())
+        ends = [share.end for share in shares]
+        ids, at, bounds, lens, rows = (np.array(x, np.int32) for x in (tokens, positions, starts, ends, wanted))
+        return StepPlan(ids, at, bounds, lens, rows, ())
 
     def _gathered(
         self, work: Mapping[Any, tuple[Sequence[int], Sequence[int]]], shares: Sequence[SeqShare], own: F32

@@ -69,11 +69,9 @@ class RankTeam:
             if not ready:
                 self.close()
                 raise EngineError(f"{len(left)} of {self.size} ranks have not answered for {_PATIENCE_S:.0f} s")
-            for asked in ready:
-                assert isinstance(asked, Connection)
-                rank = self._asked.index(asked)
+            for rank in [n for n, asked in enumerate(self._asked) if asked in ready]:
                 try:
-                    fine, found[rank] = asked.recv()
+                    fine, found[rank] = self._asked[rank].recv()
                 except (EOFError, ConnectionResetError):
                     self.close()
                     raise RankGoneError(f"the process of rank {rank} has ended") from None

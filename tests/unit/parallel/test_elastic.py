@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,13 +111,9 @@ def test_ranks_that_a_method_cannot_run_are_refused() -> None:
 
 
 def test_H13_simulated_ranks_that_change_sustain_a_higher_rate_than_any_fixed_number() -> None:
-    """Nine of ten short requests in time, and nine of ten long ones; three draws."""
-    rates, least = [0.2 * n for n in range(2, 16)], []
-    for seed in range(3):
-        load = Load(120, 1.0, 0.1, seed)
-        elastic = sustained(load, None, rates)
-        fixed = max(sustained(load, size, rates) for size in FIXED)
-        assert elastic >= fixed
-        least.append(elastic / fixed)
-    assert sorted(least)[1] > 1.1
-    assert simulated(load, None).num_tokens == simulated(load, 4).num_tokens
+    """Nine of ten short requests in time, and nine of ten long ones: in the middle of five draws."""
+    rates = [0.2 * n for n in range(3, 14)]
+    loads = [Load(200, 1.0, 0.1, seed) for seed in range(5)]
+    found = {size: median(sustained(load, size, rates) for load in loads) for size in (None, *FIXED)}
+    assert found[None] > 1.1 * max(found[size] for size in FIXED)
+    assert simulated(loads[0], None).num_tokens == simulated(loads[0], 4).num_tokens

@@ -30,7 +30,8 @@ class Ring:
             view.pick(block, source)
             view.work.rounds.append((view.work.flops - before[0], comm.given["kv"] - before[1]))
             if coming is not None:
-                block = coming.result()
+                a, b = coming.result()
+                block = (a, b)
                 parts = [reduce(combine, parts)]
         return whole(reduce(combine, parts), rule)
 
