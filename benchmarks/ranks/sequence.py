@@ -21,12 +21,14 @@ from benchmarks.common import about, save
 from rich.console import Console
 from rich.table import Table
 
-from penstock.backends.sequence import SequenceModel
+from penstock.backends.sequence import SequenceModel, check_method
 from penstock.base.bf16 import F32
+from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.model_spec import cache_groups
 from penstock.eval.scorer import LoadedModel, load
 from penstock.model.builder import build
+from penstock.model.graph import Graph
 from penstock.parallel.messages import Messages
 from penstock.parallel.sequence import SEQUENCE_METHODS
 from penstock.parallel.team import RankTeam
@@ -35,6 +37,13 @@ from penstock.parallel.team import RankTeam
 @cache
 def loaded(name: str) -> LoadedModel:
     return load(from_kwargs(model=name, ops="ref"))
+
+
+def graph_of(name: str) -> Graph:
+    model = loaded(name)
+    return build(
+        model.spec, dict(model.weights), cache_groups(model.spec, "float32"), max_model_len=model.max_len
+    )  # fmt: skip
 
 
 def steps_of(prompt: int, chunk: int, decode: int, vocab: int) -> list[tuple[list[int], list[int]]]:
@@ -47,10 +56,7 @@ def played(
     comm: Messages, name: str, method: str, steps: list[tuple[list[int], list[int]]], capacity: int | None
 ) -> dict[str, Any]:
     """One rank's end."""
-    model = loaded(name)
-    groups = cache_groups(model.spec, "float32")
-    graph = build(model.spec, dict(model.weights), groups, max_model_len=model.max_len)
-    ranked, before = SequenceModel(graph, comm, method, capacity=capacity), comm.given.copy()
+    ranked, before = SequenceModel(graph_of(name), comm, method, capacity=capacity), comm.given.copy()
     logits: list[F32] = [ranked.run({"a": (ids, rows)})["a"] for ids, rows in steps]
     return {
         "logits": np.concatenate(logits), "given": dict(comm.given - before), "flops": ranked.work.flops,
@@ -81,6 +87,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     with RankTeam(args.ranks) as team:
         for method in args.methods.split(","):
+            try:
+                check_method(graph_of(args.model), method, args.ranks)
+            except ConfigError as error:
+                print(error)
+                continue
             ranks = team.run(played, args.model, method, steps, args.capacity)
             flops = [rank["flops"] for rank in ranks]
             largest = max(float(np.abs(rank["logits"] - want["logits"]).max()) for rank in ranks)

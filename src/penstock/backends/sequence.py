@@ -64,10 +64,8 @@ class SequenceModel:
         Raises: UnsupportedError for a model with operations that need other rows; ConfigError for an unknown method or
         layout, or heads that the method cannot share out.
         """
+        check_method(graph, method, comm.size)
         self._traits = SEQUENCE_METHODS.traits(method)
-        check_graph(graph)
-        if self._traits.by_heads:
-            _check_heads(graph, comm.size)
         layout = layout or self._traits.layout
         if layout not in LAYOUTS:
             raise ConfigError(f"unknown layout {layout!r}; choose one of: {', '.join(LAYOUTS)}", field="layout")
@@ -183,9 +181,12 @@ class SequenceModel:
         return out
 
 
-def _check_heads(graph: Graph, size: int) -> None:
-    """Raises ConfigError, with the sizes that do, for heads that `size` ranks cannot share out evenly."""
-    for node in graph.nodes:
+def check_method(graph: Graph, method: str, size: int) -> None:
+    """Raises UnsupportedError for operations that need other rows, and ConfigError for an unknown method, or, with the
+    sizes that do, for heads that `size` ranks cannot share out evenly by it."""
+    by_heads = SEQUENCE_METHODS.traits(method).by_heads
+    check_graph(graph)
+    for node in graph.nodes if by_heads else ():
         if node.op not in ("write_kv", "attention"):
             continue
         for heads in (value.heads for value in node.inputs if value.heads):
