@@ -103,6 +103,8 @@ def difference(got: Sequence[dict[str, F32]], want: Sequence[dict[str, F32]]) ->
         assert mine.keys() == theirs.keys()
         for seq in theirs:
             assert mine[seq].shape == theirs[seq].shape
+            assert np.isfinite(theirs[seq]).all()
+            assert np.isfinite(mine[seq]).all(), "a NaN is larger than nothing"
             if theirs[seq].size:
                 worst = max(worst, float(np.abs(mine[seq] - theirs[seq]).max() / np.abs(theirs[seq]).max()))
     return worst
