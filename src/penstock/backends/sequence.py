@@ -19,7 +19,7 @@ from penstock.ops.table import OpTable
 from penstock.parallel.messages import Messages
 from penstock.parallel.sequence import SEQUENCE_METHODS
 from penstock.parallel.sequence.attention import SequenceAttention, check_graph
-from penstock.parallel.sequence.passing import Work
+from penstock.parallel.sequence.passing import RankWork
 from penstock.parallel.sequence.shares import LAYOUTS, HeldKv, Holders, SeqShare
 
 
@@ -78,7 +78,7 @@ class SequenceModel:
         )
 
     @property
-    def work(self) -> Work:
+    def work(self) -> RankWork:
         return self._attention.work
 
     @property

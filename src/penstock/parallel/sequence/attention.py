@@ -12,7 +12,7 @@ from penstock.base.errors import UnsupportedError
 from penstock.model.graph import Graph, Node
 from penstock.ops.step import Step
 from penstock.parallel.messages import Messages
-from penstock.parallel.sequence.passing import LayerView, Passing, Planes, Scoring, Work
+from penstock.parallel.sequence.passing import LayerView, Passing, Planes, RankWork, Scoring
 from penstock.parallel.sequence.shares import HeldKv, SeqShare
 
 
@@ -27,7 +27,7 @@ class SequenceAttention:
 
     def __init__(self, comm: Messages, method: Passing, held: HeldKv) -> None:
         self._comm, self._method, self._held = comm, method, held
-        self.work = Work()
+        self.work = RankWork()
         self._shares: Sequence[SeqShare] = ()
         self._group: Sequence[int] = ()
         self._fresh: dict[tuple[int, int], tuple[Planes, tuple[str, str]]] = {}

@@ -49,7 +49,7 @@ class Scoring(NamedTuple):
 
 
 @dataclass
-class Work:
+class RankWork:
     """What one rank has done since it was made: floating-point operations of scores and values, the largest array of
     scores in bytes, and of every round of a ring (operations, bytes that went on at the same time)."""
 
@@ -83,7 +83,7 @@ class LayerView:
 
     def __init__(
         self, comm: Messages, group: Sequence[int], shares: Sequence[SeqShare], where: tuple[int, int], fresh: Planes,
-        held: HeldKv, work: Work, new: bool,
+        held: HeldKv, work: RankWork, new: bool,
     ) -> None:  # fmt: skip
         """`new`: nobody has attended to this cache in this step."""
         self.comm, self.group, self.shares, self.where = comm, list(group), shares, where
@@ -151,7 +151,7 @@ def seen(position: int, keys: I32, rule: Scoring) -> tuple[int, int]:
 
 
 def _by_rows(
-    q: F32, at: I32, k: F32, v: F32, keys: I32, rule: Scoring, into: Partial, work: Work, tile: int
+    q: F32, at: I32, k: F32, v: F32, keys: I32, rule: Scoring, into: Partial, work: RankWork, tile: int
 ) -> None:  # fmt: skip
     """Each row over the keys that it sees, and no others."""
     slopes = rule.bent(rule.slopes, k.shape[1])
@@ -172,7 +172,7 @@ def _by_rows(
 
 
 def _by_tiles(
-    q: F32, at: I32, k: F32, v: F32, keys: I32, rule: Scoring, into: Partial, work: Work, tile: int
+    q: F32, at: I32, k: F32, v: F32, keys: I32, rule: Scoring, into: Partial, work: RankWork, tile: int
 ) -> None:  # fmt: skip
     """Tiles of rows over tiles of keys (Dao et al., FlashAttention, arXiv 2205.14135, algorithm 1); those that nobody
     sees are left out, and what is hidden within one is computed for nothing."""

@@ -8,11 +8,11 @@ from penstock.base.bf16 import F32
 from penstock.ops.plan import I32
 from penstock.ops.ref.attention.full import attend_row
 from penstock.ops.ref.attention.rows import Rule, first_key
-from penstock.parallel.sequence.passing import LayerView, Planes, Scoring, Work
+from penstock.parallel.sequence.passing import LayerView, Planes, RankWork, Scoring
 from penstock.parallel.shard import head_ranges
 
 
-def attend_whole(q: F32, at: I32, planes: Planes, rule: Scoring, work: Work) -> F32:
+def attend_whole(q: F32, at: I32, planes: Planes, rule: Scoring, work: RankWork) -> F32:
     """Rows q [T, H, D] at positions `at` over keys of all positions from 0 on: [T, H, W], as the reference does it."""
     k, v = rule.parts(planes)
     shape = (k.shape[1], q.shape[1] // k.shape[1])
