@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from penstock.backends.sequence import SequenceModel
 from penstock.base.errors import CapacityError, ConfigError, EngineError, UnsupportedError
 from penstock.parallel.messages import Messages
 from penstock.parallel.sequence import SEQUENCE_METHODS
@@ -279,6 +280,22 @@ def test_a_rank_that_ends_ends_the_others_and_nobody_waits() -> None:
         team.processes[1].kill()
         with pytest.raises(EngineError, match="rank"):
             team.run(play, "llama_gqa", "ring", mixed())
+
+
+def test_a_sequence_that_has_ended_gives_its_room_back() -> None:
+    def reused(comm: Messages) -> int:
+        spec, weights = specs.make("llama_gqa")
+        model = SequenceModel(Paged(spec, weights, num_slabs=1).graph, comm, "ring", capacity=10)
+        for seq in ("a", "b"):
+            with pytest.raises(CapacityError):
+                model.run({seq: (prompt(21), [])})
+            model.run({seq: (prompt(20), [])})
+            assert model.holders(seq) == [0, 1]
+            model.forget(seq)
+            assert model.holders(seq) == []
+        return model.held.num_bytes()
+
+    assert in_threads(2, reused) == [0, 0]
 
 
 def ranked(comm: Messages) -> int:

@@ -88,8 +88,8 @@ def passed_bytes(
 def overlapped_seconds(
     rounds: Sequence[tuple[int, int]], flops_per_s: float, bytes_per_s: float, buffers: int
 ) -> float:  # fmt: skip
-    """What counted rounds (`passing.RankWork`) would take: with two buffers a block comes while the one before is computed
-    with; with one, behind it. No device is asked."""
+    """What counted rounds (`passing.RankWork`) would take: with two buffers a block comes while the one before is
+    computed with; with one, behind it. No device is asked."""
     together = max if buffers > 1 else _sum
     return sum(together(flops / flops_per_s, moved / bytes_per_s) for flops, moved in rounds)
 
