@@ -97,13 +97,7 @@ class Program:
         registers[: len(STEP_INPUTS)] = [step, plan.token_ids, plan.positions, rows]
         # A row that went to infinity or NaN is reported by whoever reads its logits, and must not stop the others.
         with np.errstate(all="ignore"):
-            first = 0
-            for n, bound in enumerate(self._bounds if self._pause is not None else ()):
-                self._execute(self._body[first:bound], registers)
-                first = bound
-                if self._pause is not None:
-                    self._pause(n)
-            self._execute(self._body[first:], registers)
+            self._run_body(registers)
             hidden = registers[self._hidden]
             registers[self._hidden] = hidden[:num_logits]
             self._execute(self._head, registers)
@@ -119,6 +113,16 @@ class Program:
             self._execute(self._head, registers)
         logits: F32 = registers[self._logits]
         return logits
+
+    def _run_body(self, registers: list[Any]) -> None:
+        """All that comes before the head."""
+        first = 0
+        for n, bound in enumerate(self._bounds if self._pause is not None else ()):
+            self._execute(self._body[first:bound], registers)
+            first = bound
+            if self._pause is not None:
+                self._pause(n)
+        self._execute(self._body[first:], registers)
 
     def _execute(self, code: Sequence[BoundCall], registers: list[Any]) -> None:
         for call in code:
