@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 18
+#define PST_ABI 19
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -215,7 +215,10 @@ typedef struct pst_register {
  * PST_ADAPT_CODES  the same of adapters with codes: in1 = in0 W^T + bias, W being the codes of p2? pst_matrix (one scale per group,
  *                F32, F16 or BF16; of a pair both halves) with the adapter's scales; or in1 + in0 D^T. p0, n0, n1 as in PST_ADAPT,
  *                p1 pst_adapter_codes [..]
- * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0
+ * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0.
+ *                A rank of width 0 has no in0
+ * PST_SEND       in0 [T or R, N] to whoever has the other end of p0 pst_channel; PST_RECEIVE  out [T or R, N] from there: as
+ *                many rows, of the same width, in the same order
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
  *                and zeros
@@ -323,7 +326,7 @@ enum pst_kind {
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
     PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_GATHER, PST_ADAPT = 60,
-    PST_ATTEND_TEXT
+    PST_ATTEND_TEXT, PST_SEND, PST_RECEIVE
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
@@ -399,7 +402,8 @@ typedef struct pst_adapter_codes {
 typedef struct pst_rank_line {
     uint32_t arrived, sleepers; /* gathers that it has given its part of; threads that wait for more */
     uint64_t gathers, bytes;    /* since the memory was made: gathers, and bytes that it has given, to each of the others */
-    uint64_t unused[5];
+    uint64_t waited;            /* nanoseconds that its first thread has waited for the others */
+    uint64_t unused[4];
 } pst_rank_line;
 
 /* Memory of one group of ranks, zero at first: PST_LINES_BYTES with a pst_rank_line each, then two slots of each rank. Every
@@ -410,6 +414,23 @@ typedef struct pst_exchange {
     int64_t slot_bytes;
     int32_t spin_us, unused;
 } pst_exchange;
+
+#define PST_CHANNEL_BYTES 128
+
+/* What one end of a channel says of itself. */
+typedef struct pst_channel_end {
+    uint32_t turn, sleepers;        /* pieces that it has given, or taken; threads that wait for more */
+    uint64_t pieces, bytes, waited; /* the same since the memory was made; nanoseconds its first thread has waited for the other end */
+    uint64_t unused[4];
+} pst_channel_end;
+
+/* Memory of two neighbouring stages, zero at first: PST_CHANNEL_BYTES with the end that sends and the one that receives, then
+ * `slots` slots, a power of two of them, each of which holds some rows at a time. */
+typedef struct pst_channel {
+    void *memory;
+    int32_t slots, spin_us;
+    int64_t slot_bytes;
+} pst_channel;
 
 /* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
 PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);

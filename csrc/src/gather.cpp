@@ -3,15 +3,12 @@
 // Every rank has a line in that memory, where it says how many gathers it has filled its slot for, and two slots, which
 // take turns. Who fills a slot for gather t has waited for everybody's t - 1, and they are done with t - 2 by then: so
 // one wait is enough for each.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "ops.h"
 #include "pieces.h"
+#include "waiting.h"
 
 namespace pst {
 
@@ -35,39 +32,20 @@ struct Exchange {
     // Of the next gather.
     uint32_t turn() const { return __atomic_load_n(&lines[rank].arrived, __ATOMIC_RELAXED) + 1; }
 
-    // Whoever arrives looks at `sleepers` after it; whoever sleeps counts itself before the kernel compares.
-    void arrive(uint32_t turn) const {
-        pst_rank_line& own = lines[rank];
-        __atomic_store_n(&own.arrived, turn, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
-    }
-    static bool is_there(uint32_t arrived, uint32_t turn) { return int32_t(arrived - turn) >= 0; }
+    void arrive(uint32_t turn) const { move_on(lines[rank].arrived, lines[rank].sleepers, turn); }
 
-    void await(uint32_t turn) const {
+    // Nanoseconds until the others had arrived.
+    int64_t await(uint32_t turn) const {
+        int64_t waited = 0;
         for (int whose = 0; whose < size; whose++)
-            if (whose != rank) await(lines[whose], turn);
-    }
-    void await(pst_rank_line& line, uint32_t turn) const {
-        int64_t until = 0;
-        for (;;) {
-            for (int i = 0; i < 64; i++) {
-                if (is_there(__atomic_load_n(&line.arrived, __ATOMIC_ACQUIRE), turn)) return;
-                relax();
-            }
-            const int64_t now = now_ns();
-            if (!until) until = now + spin_ns;
-            if (now >= until) break;
-        }
-        __atomic_fetch_add(&line.sleepers, 1, __ATOMIC_SEQ_CST);
-        for (uint32_t seen; !is_there(seen = __atomic_load_n(&line.arrived, __ATOMIC_SEQ_CST), turn);)
-            syscall(SYS_futex, &line.arrived, FUTEX_WAIT, seen, nullptr, nullptr, 0);
-        __atomic_fetch_sub(&line.sleepers, 1, __ATOMIC_SEQ_CST);
+            if (whose != rank) waited += pst::await(lines[whose].arrived, lines[whose].sleepers, turn, spin_ns);
+        return waited;
     }
     void count(int64_t bytes) const {
         lines[rank].gathers++;
         lines[rank].bytes += uint64_t(bytes);
     }
+    void count_wait(int64_t waited) const { lines[rank].waited += uint64_t(waited); }
 };
 
 void check_exchange(const pst_exchange& e) {
@@ -86,12 +64,12 @@ struct Gather final : Op {
     Gather(const pst_register& x, const pst_register& y, const pst_exchange& e, const int32_t* widths)
         : in(x), out(y), shape(y), exchange(e), starts(1, 0) {
         for (int r = 0; r < e.size; r++) {
-            check(widths[r] > 0, "every rank has some columns");
+            check(widths[r] >= 0, "a rank has some columns or none");
             starts.push_back(starts.back() + widths[r]);
             widest = std::max(widest, widths[r]);
         }
-        check(x.rows == y.rows && x.width == widths[e.rank] && y.width == starts.back(),
-              "a rank gives its columns, and gets all");
+        check(y.width == starts.back(), "a rank gets all columns");
+        check(!widths[e.rank] || (x.rows == y.rows && x.width == widths[e.rank]), "a rank gives its columns");
         check(widest * 4 <= e.slot_bytes, "a slot holds a row at least");
     }
 
@@ -113,7 +91,8 @@ struct Gather final : Op {
                 exchange.count(count * width * 4 * (exchange.size - 1));
                 exchange.arrive(turn);
             }
-            exchange.await(turn);
+            const int64_t waited = exchange.await(turn);
+            if (team.id == 0) exchange.count_wait(waited);
             for (int r = 0; r < exchange.size; r++) {
                 if (r == own) continue;
                 const int32_t theirs = starts[size_t(r) + 1] - starts[size_t(r)];
@@ -125,18 +104,6 @@ struct Gather final : Op {
             }
         }
     }
-
-    // This thread's part of `rows` x `width`, fixed: rows, or columns where there are few of them.
-    template <class Body>
-    static void each_run(const Team& team, int64_t rows, int64_t width, Body body) {
-        if (rows >= team.size) {
-            for (int64_t row = rows * team.id / team.size; row < rows * (team.id + 1) / team.size; row++)
-                body(row, 0, width);
-            return;
-        }
-        const int64_t from = width * team.id / team.size, to = width * (team.id + 1) / team.size;
-        for (int64_t row = 0; row < rows && from < to; row++) body(row, from, to);
-    }
 };
 
 }  // namespace
@@ -144,9 +111,10 @@ struct Gather final : Op {
 OpPtr make_gather(const pst_op& op, const Maker& maker) {
     check(op.p[0] && op.p[1], "a gather has an exchange, and widths");
     const auto& exchange = *static_cast<const pst_exchange*>(op.p[0]);
+    const auto* widths = static_cast<const int32_t*>(op.p[1]);
     check_exchange(exchange);
-    return std::make_unique<Gather>(maker.reg(op.in[0]), maker.reg(op.out), exchange,
-                                    static_cast<const int32_t*>(op.p[1]));
+    const pst_register& given = maker.reg(widths[exchange.rank] ? op.in[0] : op.out);  // who has nothing reads nothing
+    return std::make_unique<Gather>(given, maker.reg(op.out), exchange, widths);
 }
 
 }  // namespace pst

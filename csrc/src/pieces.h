@@ -36,6 +36,18 @@ void each_piece(Team& team, int64_t rows, int64_t width, Body body) {
         }
 }
 
+// This thread's part of `rows` x `width`, fixed: rows, or columns where there are few of them.
+template <class Body>
+void each_run(const Team& team, int64_t rows, int64_t width, Body body) {
+    if (rows >= team.size) {
+        for (int64_t row = rows * team.id / team.size; row < rows * (team.id + 1) / team.size; row++)
+            body(row, 0, width);
+        return;
+    }
+    const int64_t from = width * team.id / team.size, to = width * (team.id + 1) / team.size;
+    for (int64_t row = 0; row < rows && from < to; row++) body(row, from, to);
+}
+
 template <class Each>
 inline void map(const float* x, float* out, int64_t n, Each each) {
     int64_t i = 0;

@@ -21,6 +21,9 @@ from penstock.config.speculative import SpeculativeConfig, parse_speculative
 from penstock.core.block_codec import BLOCK_CODECS, HIDDEN, PLAIN
 from penstock.core.kv_format import parse_kv_format
 
+_MOST_RANKS = 64
+_READ_LAYERS = ("early-exit", "self-draft", "medusa", "eagle", "mtp", "specinfer")
+"""Drafters that run some of the model's layers, or read what is between them."""
 _KV_SIZES = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -362,6 +365,20 @@ class ExecutionConfig(Section):
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "
         "exchanges a layer instead of four, but logits differ by up to 1e-4. Plain weights only.",
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages that a model's layers are shared out to, one behind the other, each of tensor_parallel_size ranks: a "
+        "process has its layers' weights and KV cache. The tokens are those of one rank.",
+        minimum=1,
+        maximum=64,
+    )
+    pipeline_microbatches: int | None = setting(
+        None,
+        "Parts into which a step falls, at most, so that stages compute at the same time. By default as many as "
+        "stages, of 32 tokens at least: weights are read once for each.",
+        minimum=1,
+        maximum=64,
+    )
     packed_weights: str = setting(
         "auto",
         "Where weights are that an earlier start has packed. copied: in huge pages, quicker to read. mapped: in the "
@@ -463,6 +480,16 @@ class ExecutionConfig(Section):
         takes_object=True,
     )
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_field(self) -> str:
+        """The setting that makes several of them."""
+        return "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -503,7 +530,7 @@ class EngineConfig:
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
             )
-        if self.execution.tensor_parallel_size > 1:
+        if self.execution.num_ranks > 1:
             self._check_ranks()
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
@@ -536,11 +563,25 @@ class EngineConfig:
             "kv_allocator": cache.kv_allocator != "paged", "finetune_root": self.lora.finetune_root is not None,
             "device": run.device not in ("auto", "cpu"),
         }  # fmt: skip
+        if run.pipeline_parallel_size > 1:
+            wanted = self.speculation
+            given |= {
+                "kv_offload": offload is not None, "kv_selector": cache.kv_selector != "none",
+                "kv_rotation": cache.kv_rotation != "none", "weight_memory_bytes": run.weight_memory_bytes is not None,
+                "packed_weights": run.packed_weights == "streamed",
+                "speculative_config": wanted is not None and wanted.method in _READ_LAYERS,
+            }  # fmt: skip
         for name in (name for name, is_given in given.items() if is_given):
             raise ConfigError(
-                f"{name}: it does not go together with tensor_parallel_size {run.tensor_parallel_size} yet; leave one "
-                "of both away",
+                f"{name}: it does not go together with {run.ranks_field} {getattr(run, run.ranks_field)} yet; leave "
+                "one of both away",
                 field=name,
+            )
+        if run.num_ranks > _MOST_RANKS:
+            raise ConfigError(
+                f"pipeline_parallel_size: {run.pipeline_parallel_size} stages of {run.tensor_parallel_size} ranks are "
+                f"more than {_MOST_RANKS} ranks; use fewer",
+                field="pipeline_parallel_size",
             )
 
     def _check_one_budget(self) -> None:

@@ -82,6 +82,8 @@ ALIASES: dict[str, SameName] = {
     # vLLM's short forms, SGLang
     "tp": SameName("tensor_parallel_size", ("-tp",)),
     "tp_size": SameName("tensor_parallel_size"),
+    "pp": SameName("pipeline_parallel_size", ("-pp",)),
+    "pp_size": SameName("pipeline_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -140,7 +142,7 @@ _add("use penstock --log-level debug COMMAND, or --stats with run", "verbose/-v"
 _add("ask for it in a request: response_format or structured_outputs", "json_schema grammar grammar_file")
 
 # --- not in this version
-_add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size ep_size "
+_add("running one model on several devices isn't in this version; use 1", "ep_size "
      "nnodes prefill_context_parallel_size decode_context_parallel_size", 1)  # fmt: skip
 _add(
     "running one model on several devices isn't in this version; leave it away",

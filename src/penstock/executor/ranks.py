@@ -7,7 +7,6 @@ ranks that differ are an error, not two opinions. The lead, rank 0, speaks for t
 
 from __future__ import annotations
 
-import os
 import select
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,7 @@ from penstock.core.protocols import Executor
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import COMMAND, MultiprocExecutor
 from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
-from penstock.parallel.comm import SharedComm, shared_memory
+from penstock.parallel.links import Wires
 
 
 class Said(NamedTuple):
@@ -58,21 +57,20 @@ class Moves:
 class Exchanged:
     """What ranks count of their exchanges, step by step."""
 
-    def __init__(self, memory: int, size: int) -> None:
-        """`memory`: see `parallel.comm.shared_memory`; it stays the caller's."""
-        self._shared, self._size = SharedComm(memory, 0, size).exchange, size
-        self._had = (0, 0)
+    def __init__(self, wires: Wires) -> None:
+        self._wires, self._had = wires, (0, 0)
 
     def told(self, result: StepOutput) -> StepOutput:
         """The result with those of its step."""
-        given = [self._shared.given(rank) for rank in range(self._size)]
-        now, had = (given[0][0], sum(num_bytes for _, num_bytes in given)), self._had
+        now, had = self._wires.given(), self._had
         self._had = now
         return replace(result, ranks=(now[0] - had[0], now[1] - had[1]))
 
 
 class RanksExecutor(Executor):
-    """See `multiproc.MultiprocExecutor`; `spec` is the lead's, of `tensor_parallel_size` ranks.
+    """See `multiproc.MultiprocExecutor`; `spec` is the lead's, and its settings say how many ranks there are.
+
+    `wires`: what they share, for whoever counts.
 
     The end of one rank is the end of all: the others would wait for it.
     """
@@ -81,23 +79,22 @@ class RanksExecutor(Executor):
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
         box: BlackBox | None = None, command: Sequence[str] = COMMAND,
     ) -> None:  # fmt: skip
-        size = spec.config["tensor_parallel_size"]
-        self.depth = depth
+        self.wires = wires = wires_of(spec)
+        self.depth, size = depth, wires.size
         self._moves = Moves(size)
-        memory = shared_memory(size)
 
         def start(rank: int) -> MultiprocExecutor:
-            own = replace(spec, rank=rank, world_size=size, exchange=memory)
+            own = replace(spec, rank=rank, world_size=size, links=wires.of(rank))
             return MultiprocExecutor(
                 own, depth=depth, loading=loading if rank == 0 else None, box=box if rank == 0 else None,
-                command=command, inherits=(memory,),
+                command=command, inherits=own.links.descriptors,
             )  # fmt: skip
 
         try:
-            self._exchanged = Exchanged(memory, size)
+            self._exchanged = Exchanged(wires)
             self._ranks = _together(start, size)
         finally:
-            os.close(memory)
+            wires.close()
         self.packed_file = self._ranks[0].packed_file
 
     def submit(self, output: SchedulerOutput) -> None:
@@ -165,18 +162,18 @@ class ThreadRanks(Executor):
     depth = 1
 
     def __init__(self, spec: RankSpec, build: RankFactory, *, box: BlackBox | None = None, **_: object) -> None:
-        size = spec.config["tensor_parallel_size"]
+        self.wires = wires = wires_of(spec)
+        size = wires.size
         self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
-        memory = shared_memory(size)
-        self._exchanged, self._moves = Exchanged(memory, size), Moves(size)
+        self._exchanged, self._moves = Exchanged(wires), Moves(size)
         try:
             begun = [
-                thread.submit(build, replace(spec, rank=rank, world_size=size, exchange=memory), None)
+                thread.submit(build, replace(spec, rank=rank, world_size=size, links=wires.of(rank)), None)
                 for rank, thread in enumerate(self._threads)
             ]
             self.runners: list[Rank] = [future.result() for future in begun]
         finally:
-            os.close(memory)
+            wires.close()
         if box is not None:
             self.runners[0].watch(box.progress_address)
         self._running: list[Future[StepOutput]] = []
@@ -215,6 +212,11 @@ class ThreadRanks(Executor):
     def close(self) -> None:
         for thread in self._threads:
             thread.shutdown()
+
+
+def wires_of(spec: RankSpec) -> Wires:
+    """What the ranks of these settings share."""
+    return Wires(spec.config["pipeline_parallel_size"], spec.config["tensor_parallel_size"])
 
 
 def agreed(said: Sequence[StepOutput]) -> StepOutput:

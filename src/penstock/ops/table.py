@@ -40,6 +40,9 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
     OpContract("gather", "what all ranks have of a row, side by side (parallel.shard)", "x [T, widths[rank]]",
                "the ranks (parallel.comm.Comm); widths", "[T, sum of widths]"),
+    OpContract("send", "gives rows to the next stage (parallel.stages)", "x [T, N]", "a parallel.pipe.SharedChannel",
+               "None"),
+    OpContract("receive", "rows of the stage before", "", "a parallel.pipe.SharedChannel", "[T, N]"),
     OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
                "x [T, K], which was multiplied; y [T, N], what came of it; step", "name of the weight", "[T, N]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
@@ -208,8 +211,8 @@ CONTRACTS: tuple[OpContract, ...] = (
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)
-BESIDE = frozenset({"attention", "adapt", "gather"})
-"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the third."""
+BESIDE = frozenset({"attention", "adapt", "gather", "send", "receive"})
+"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, native kernels alone the others."""
 
 
 class OpTable(Mapping[str, Op]):

@@ -84,7 +84,7 @@ def outputs_of(part: LowRank, first: int, last: int) -> LowRank:
 
 class _Shard:
     def __init__(self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool) -> None:
-        self._graph, self._comm, self._sums = graph, comm, sums
+        self._graph, self.comm, self._sums = graph, comm, sums
         self._made: dict[int, _Made] = {}
         self.nodes: list[Node] = []
         self.rows: dict[str, tuple[int, int]] = {}
@@ -104,8 +104,8 @@ class _Shard:
             for value in node.inputs:
                 maker = _product_of(value)
                 if maker is not None and maker.out is not None and value.heads:
-                    ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
-                    if value.heads < self._comm.size and not self._only_attended(maker):
+                    ranges = head_ranges(value.heads, value.width // value.heads, self.comm.size)
+                    if value.heads < self.comm.size and not self._only_attended(maker):
                         continue
                     if maker.out.width == value.width and found.setdefault(id(maker), ranges) != ranges:
                         del found[id(maker)]
@@ -128,7 +128,9 @@ class _Shard:
         rows = node.bound[0].shape[0]
         if id(node) in self._wanted:
             return self._wanted[id(node)]
-        size = self._comm.size
+        size = self.comm.size
+        if size == 1:
+            return ()
         return even_ranges(rows, size, UNIT) if rows >= max(LEAST_ROWS * size, UNIT * (size - 1) + 1) else ()
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class _Shard:
             own = made.own.view(0, made.own.width)
             widths = tuple(last - first for first, last in made.ranges)
             assert [r[0] for r in made.ranges[1:]] == [r[1] for r in made.ranges[:-1]], "every column is of one rank"
-            node = Node("gather", [own], (self._comm, widths), layer=made.own.maker.layer)
+            node = Node("gather", [own], (self.comm, widths), layer=made.own.maker.layer)
             node.out = made.whole = result_of(node, value.name)
             self.nodes.append(node)
         assert made.whole is not None
@@ -154,7 +156,7 @@ class _Shard:
         """This rank's columns of `value`; None if they are not there and all of them are not, either."""
         if value.maker is None:
             return None
-        made, (first, last) = self._made[id(value.maker)], ranges[self._comm.rank]
+        made, (first, last) = self._made[id(value.maker)], ranges[self.comm.rank]
         if value.heads is not None and not _whole_heads(ranges, value.width // value.heads):
             return None
         heads = None if value.heads is None else value.heads * (last - first) // value.width
@@ -199,7 +201,7 @@ class _Shard:
         self._whole(node)
 
     def _linear(self, node: Node, ranges: Ranges) -> None:
-        first, last = ranges[self._comm.rank]
+        first, last = ranges[self.comm.rank]
         weight, *bias = node.bound
         self.rows[node.weights[0]] = (first, last)
         bound = (rows_of(weight, first, last), *(None if b is None else b[first:last] for b in bias))
@@ -216,16 +218,16 @@ class _Shard:
         own = self.own(node.inputs[0], ranges)
         if own is None:
             return False
-        (first, last), bias = ranges[self._comm.rank], node.bound[1:]
-        bound = (np.ascontiguousarray(weight[:, first:last]), *(bias if self._comm.rank == 0 else ()))
+        (first, last), bias = ranges[self.comm.rank], node.bound[1:]
+        bound = (np.ascontiguousarray(weight[:, first:last]), *(bias if self.comm.rank == 0 else ()))
         part = replace(node, inputs=[own], bound=bound, weights=node.weights[: len(bound)], more={})
         part.out = replace(node.out, maker=part)
-        gathered = Node("gather", [part.out], (self._comm, (node.out.width,) * self._comm.size), layer=node.layer)
+        gathered = Node("gather", [part.out], (self.comm, (node.out.width,) * self.comm.size), layer=node.layer)
         gathered.out = result_of(gathered, node.out.name)
         assert gathered.out is not None
         self.nodes += [part, gathered]
         total = gathered.out.view(0, node.out.width)
-        for rank in range(1, self._comm.size):
+        for rank in range(1, self.comm.size):
             more = gathered.out.view(rank * node.out.width, node.out.width)
             add = Node("add", [total, more], layer=node.layer)
             add.out = total = Value(add, node.out.width, node.out.rows, name=node.out.name)
@@ -237,7 +239,7 @@ class _Shard:
         parts = []
         for value in node.inputs:
             assert value.heads
-            ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
+            ranges = head_ranges(value.heads, value.width // value.heads, self.comm.size)
             part = self.own(value, ranges)
             if part is None:
                 self.whole(value)
@@ -248,9 +250,9 @@ class _Shard:
             self._add(node, parts, ())
             return
         assert node.out.heads
-        out = head_ranges(node.out.heads, node.out.width // node.out.heads, self._comm.size)
+        out = head_ranges(node.out.heads, node.out.width // node.out.heads, self.comm.size)
         dim = node.out.width // node.out.heads
-        first, last = (column // dim for column in out[self._comm.rank])
+        first, last = (column // dim for column in out[self.comm.rank])
         named = dict(node.named)
         for name in ("slopes", "sinks"):
             if named.get(name) is not None:
@@ -263,7 +265,7 @@ class _Shard:
         if node.op not in ("rms_norm", "layer_norm") or x.heads is None:
             return {}
         dim = x.width // x.heads
-        first, last = (column // dim for column in ranges[self._comm.rank])
+        first, last = (column // dim for column in ranges[self.comm.rank])
         bound = tuple(b[first:last] if isinstance(b, np.ndarray) and b.ndim == 2 else b for b in node.bound)
         return {"bound": bound}
 
@@ -280,7 +282,7 @@ class _Shard:
             made.out = replace(node.out, maker=made)
             self._made[id(node)] = _Made(width, whole=made.out)
             return
-        first, last = ranges[self._comm.rank]
+        first, last = ranges[self.comm.rank]
         own_heads = None if heads is None else heads * (last - first) // width
         made.out = replace(node.out, maker=made, width=last - first, heads=own_heads)
         self._made[id(node)] = _Made(width, made.out, ranges)
@@ -325,19 +327,20 @@ def split_groups(graph: Graph, groups: Sequence[CacheGroup]) -> set[int]:
 
 
 def shard(
-    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False
+    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False, body: Comm | None = None
 ) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
     """What this rank runs of `graph`, and the rows of each weight that it has, where it has not all of them.
 
     `groups`: of the rank (`plan.ranks.ranked_groups`). `sums`: products whose inputs ranks have parts of are split by
-    inputs, where weights are plain numbers.
+    inputs, where weights are plain numbers. `body`: with the ranks that share the layers, if not all do; the head is
+    shared out to all.
     """
-    made = _Shard(graph, groups, comm, sums)
+    made = _Shard(graph, groups, body or comm, sums)
     head = 0
     for i, node in enumerate(graph.nodes):
         if i == graph.head:
             made.whole(graph.hidden)
-            head = len(made.nodes)
+            made.comm, head = comm, len(made.nodes)
         made.node(node)
     residuals = tuple(made.whole(v) for v in graph.residuals) if graph.residuals else ()
     hidden, logits = made.whole(graph.hidden), made.whole(graph.logits)

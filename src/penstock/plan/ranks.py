@@ -48,13 +48,12 @@ def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
 
 def rank_machine(config: EngineConfig, machine: Machine) -> Machine:
     """One rank's share of the machine: all ranks are on it."""
-    size = config.execution.tensor_parallel_size
-    return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // size)
+    return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // config.execution.num_ranks)
 
 
-def rank_bytes(config: EngineConfig, weight_bytes: int) -> int:
-    """About what a rank holds of `weight_bytes`."""
-    return -(-weight_bytes // config.execution.tensor_parallel_size)
+def rank_bytes(config: EngineConfig, weight_bytes: int, share: float = 1.0) -> int:
+    """About what a rank holds of `weight_bytes`. `share`: of its stage (`plan.stages.stage_share`)."""
+    return -(-int(weight_bytes * share) // config.execution.tensor_parallel_size)
 
 
 def ranked_groups(

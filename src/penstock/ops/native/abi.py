@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 18
+ABI = 19
 PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
 LINES_BYTES = 4096
+CHANNEL_BYTES = 128
 
 
 class DType(IntEnum):
@@ -132,6 +133,8 @@ class Kind(IntEnum):
     GATHER = 58
     ADAPT = 60
     ATTEND_TEXT = 61
+    SEND = 62
+    RECEIVE = 63
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -232,7 +235,8 @@ class RankLine(c.Structure):
         ("sleepers", c.c_uint32),
         ("gathers", c.c_uint64),
         ("bytes", c.c_uint64),
-        ("unused", c.c_uint64 * 5),
+        ("waited", c.c_uint64),
+        ("unused", c.c_uint64 * 4),
     )
 
 
@@ -244,6 +248,26 @@ class Exchange(c.Structure):
         ("slot_bytes", c.c_int64),
         ("spin_us", c.c_int32),
         ("unused", c.c_int32),
+    )
+
+
+class ChannelEnd(c.Structure):
+    _fields_ = (
+        ("turn", c.c_uint32),
+        ("sleepers", c.c_uint32),
+        ("pieces", c.c_uint64),
+        ("bytes", c.c_uint64),
+        ("waited", c.c_uint64),
+        ("unused", c.c_uint64 * 4),
+    )
+
+
+class Channel(c.Structure):
+    _fields_ = (
+        ("memory", c.c_void_p),
+        ("slots", c.c_int32),
+        ("spin_us", c.c_int32),
+        ("slot_bytes", c.c_int64),
     )
 
 
