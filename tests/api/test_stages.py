@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
 from penstock.launch.build import plan_of
+from penstock.launch.bundled import bundled_model
 from tests.adapting import nano, nano_folder
 from tests.api.conftest import bundled
 from tests.api.test_ranks import PROMPTS, native, said
@@ -30,7 +31,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     },
     "a draft model": {
         "speculative_config": {
-            "method": "draft-model", "model": "pico", "num_speculative_tokens": 4, "tree": "k-ary",
+            "method": "draft-model", "model": str(bundled_model("pico")), "num_speculative_tokens": 4, "tree": "k-ary",
             "controller": "fixed",
         },
         "pipeline_microbatches": 2,

@@ -28,6 +28,15 @@ def layer_weights(spec: ModelSpec) -> list[int]:
     return [found[n] for n in range(len(spec.layers))]
 
 
+def cut_places(spec: ModelSpec) -> list[int]:
+    """Layers that may be the first of a stage, the model's first aside. Those that share keys and values stay together,
+    and models that give no tokens are not cut."""
+    if not spec.has_head or spec.pooler is not None:
+        return []
+    tied = [(layer.kv_from, n) for n, layer in enumerate(spec.layers) if layer.kv_from is not None]
+    return [c for c in range(1, len(spec.layers)) if not any(first < c <= last for first, last in tied)]
+
+
 def stage_starts(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
     """[stages + 1]: the first layer of each stage, and how many layers there are; nothing with one stage.
 
@@ -43,10 +52,10 @@ def stage_starts(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
             "pipeline_parallel_size: models that give no tokens are not cut into stages; use 1",
             field="pipeline_parallel_size",
         )
-    tied = [(layer.kv_from, n) for n, layer in enumerate(spec.layers) if layer.kv_from is not None]
-    places = [c for c in range(1, len(weights)) if not any(first < c <= last for first, last in tied)]
+    places = cut_places(spec)
     if len(places) < size - 1:
-        why = "whose layers share keys and values" if tied else f"of {len(weights)} layers"
+        shared = any(layer.kv_from is not None for layer in spec.layers)
+        why = "whose layers share keys and values" if shared else f"of {len(weights)} layers"
         raise ConfigError(
             f"pipeline_parallel_size: a model {why} falls into {len(places) + 1} stages at most, not {size}; use at "
             f"most {len(places) + 1}",
