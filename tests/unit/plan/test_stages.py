@@ -11,8 +11,10 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import cache_groups
 from penstock.core.page_ops import LoadOp, PageOp, StoreOp
+from penstock.plan.drafts import DraftPlan
 from penstock.plan.stages import (
     cut_places,
     even_cuts,
@@ -75,10 +77,12 @@ def test_H03_a_rank_s_plan_has_its_layers_and_all_of_a_draft_model_s() -> None:
     spec, _ = specs.make("llama_gqa")
     plan = plan_for(spec, Knobs(ops="native", stages=2))
     draft = CacheGroup(len(plan.groups), plan.groups[0].spec, (0, 1))
+    drafting = DraftPlan(name="d", groups=(draft.index,), held=HeldWeights("float32"), weight_bytes=0, max_len=9)
+    plan = msgspec.structs.replace(plan, groups=(*plan.groups, draft), drafts=(drafting,))
     own = [rank_plan(plan, rank, 2) for rank in range(4)]
     assert own[0] == own[1] != own[2] == own[3]
     assert [*own[0].groups[0].layers, *own[2].groups[0].layers] == [*plan.groups[0].layers]
-    assert draft not in own[0].groups
+    assert all(one.groups[-1] == draft for one in own)
     alone = msgspec.structs.replace(plan, stages=())
     assert rank_plan(alone, 3, 4) is alone
 
