@@ -126,7 +126,9 @@ class SharedComm:
 class Alone:
     """Whoever shares layers with nobody."""
 
-    rank, size, exchange, pipe = 0, 1, None, None
+    rank, size = 0, 1
+    exchange: SharedExchange | None = None
+    pipe: Pipe | None = None
 
     def gather(self, x: F32, widths: Sequence[int]) -> F32:
         raise AssertionError("it has all columns")

@@ -69,6 +69,7 @@ def even_cuts(weights: Sequence[int], places: Sequence[int], size: int) -> tuple
     may."""
     before = [0, *accumulate(weights)]
     ends = [*places, len(weights)]
+    best: dict[int, tuple[int, tuple[int, ...]]]
     best = {end: (before[end], (0, end)) for end in ends}  # of one run that ends there
     for _ in range(size - 1):
         more: dict[int, tuple[int, tuple[int, ...]]] = {}

@@ -25,7 +25,8 @@ class StageStorage(Storage):
         self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None,
         blend: Callable[[BlendOp], None] | None = None,
     ) -> dict[int, bool]:  # fmt: skip
-        own, nothing = [], []
+        own: list[AnyPageOp] = []
+        nothing: list[int] = []
         for op in ops:
             if not isinstance(op, PageOp | StoreOp | LoadOp):
                 own.append(op)
