@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.backends.native.backend import NativeBackend
 from penstock.backends.native.parts import parts_of
 from penstock.base.errors import ConfigError
 from penstock.core.model_spec import ModelSpec
-from penstock.model.graph import NO_LAYER
+from penstock.model.graph import NO_LAYER, Graph, Node, Value
 from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
@@ -64,7 +65,7 @@ class Staged:
 
     def __init__(
         self, spec: ModelSpec, weights: Any, num_stages: int, per: int = 1, *, threads: int = 1, parts: int = 0,
-        slot_bytes: int = 4096, slots: int = 8, **how: Any,
+        slot_bytes: int = 4096, slots: int = 8, change: Callable[[Graph], None] = lambda graph: None, **how: Any,
     ) -> None:  # fmt: skip
         starts, size = starts_of(spec, num_stages), num_stages * per
         assert starts is not None
@@ -85,6 +86,7 @@ class Staged:
             )  # fmt: skip
             comm = SharedComm(everyone, rank, size, slot_bytes=4096, spin_us=20, pipe=pipe)
             one = Paged(spec, weights, **how)
+            change(one.graph)
             whole, _ = ranked_groups(config, spec, one.groups)
             one.groups = stage_groups(whole, pipe.layers)
             one.planes = [_planes(g, 400, one.block_size) for g in one.groups]
@@ -204,6 +206,32 @@ def test_H03_hidden_states_are_on_all_ranks_and_give_the_same_logits_again() -> 
         assert np.array_equal(logits, want)
         assert np.array_equal(hidden, states)
         assert np.array_equal(head, again)
+
+
+def read_again(graph: Graph) -> None:
+    """The last layer reads, besides, what the first one gave."""
+    early, late = graph.residuals[1], graph.residuals[-2]
+    layer = len(graph.residuals) - 2
+    at = next(i for i, node in enumerate(graph.nodes) if node.layer == layer)
+    both = Node("add", [late, early], layer=layer)
+    both.out = Value(both, late.width, late.rows, name="both")
+    for node in graph.nodes[at:]:
+        node.inputs = [replace(v, maker=both) if v.same(late) else v for v in node.inputs]
+    graph.nodes.insert(at, both)
+    graph.head += 1
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_H03_what_is_read_further_down_goes_through_the_stages_between(stages: int) -> None:
+    spec, weights = weights_as("fixed_experts", "float32")
+    alone, plain = Paged(spec, weights), Paged(spec, weights)
+    read_again(alone.graph)
+    ids = [3 + i * 7 % 50 for i in range(15)]
+    want = np.array(alone.on(pool(1)).one_go("a", ids))
+    assert not np.array_equal(want, plain.on(pool(1)).one_go("a", ids)), "it matters"
+    staged = Staged(spec, weights, stages, parts=2, change=read_again)
+    for got in staged.run({"a": (ids, range(15))}):
+        assert np.array_equal(want, got["a"])
 
 
 def test_H03_stored_formats_are_cut_too() -> None:
