@@ -67,30 +67,27 @@ def main() -> None:
             f"{formula:.3f}",
         )  # fmt: skip
         if parts == 1:
-            found["latency"] = latency(llm, told, args)
+            found["latency"] = latency(llm, told)
         llm.engine.core.executor.close()
     Console().print(table)
     own = found["latency"]
     Console().print(
-        f"One sequence: {own['token_ms']:.2f} ms a token, its stages together {own['stages_ms']:.2f} ms; one process "
-        f"{own['alone_ms']:.2f} ms", highlight=False,
+        f"One sequence: {own['token_ms']:.2f} ms a token on stages, {own['alone_ms']:.2f} ms in one process, which does "
+        "the same one after the other", highlight=False,
     )  # fmt: skip
     if args.out:
         save(args.out, {**about(), "model": Path(args.model).name, "stages": args.stages, **found})
 
 
-def latency(llm: LLM, told: list[tuple[float, list[list[int]]]], args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a token: of the answer, of what stages compute for it one after the other, and of one process."""
-    whole, stages, alone = [], [], []
+def latency(llm: LLM, told: list[tuple[float, list[list[int]]]]) -> dict[str, float]:
+    """Milliseconds of a token: on stages, and in one process."""
+    whole, alone = [], []
     for n, (took, said) in enumerate(told):
-        before = waited(llm)
         seconds, own = asked(llm, drawn(n, 1, 16), 33)
         assert own == said, "other tokens"
-        waits = sum(b - a for a, b in zip(before, waited(llm), strict=True))
         whole.append(seconds / 33)
-        stages.append((args.stages * seconds - waits) / 33)
         alone.append(took / 33)
-    means = {"token_ms": whole, "stages_ms": stages, "alone_ms": alone}
+    means = {"token_ms": whole, "alone_ms": alone}
     return {name: 1e3 * statistics.median(values[1:]) for name, values in means.items()}
 
 

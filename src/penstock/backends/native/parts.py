@@ -53,7 +53,7 @@ def _end_of(plan: StepPlan, starts: list[int], end: int) -> int:
     b = int(np.searchsorted(plan.query_start_loc, end, "right")) - 1
     first = starts[min(b, len(starts) - 2)]
     last = starts[min(b, len(starts) - 2) + 1]
-    return end
+    return last if first < end < last and plan.mask[first:last].any() else end
 
 
 def _part(plan: StepPlan, rows: I32, starts: list[int], first: int, last: int) -> StepPart:
