@@ -72,7 +72,7 @@ def main() -> None:
     Console().print(table)
     own = found["latency"]
     Console().print(
-        f"One sequence: {own['token_ms']:.2f} ms a token on stages, {own['alone_ms']:.2f} ms in one process, which does "
+        f"One sequence: {own['token_ms']:.2f} ms a token on stages, {own['alone_ms']:.2f} ms in one process, that does "
         "the same one after the other", highlight=False,
     )  # fmt: skip
     if args.out:

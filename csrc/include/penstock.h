@@ -217,7 +217,7 @@ typedef struct pst_register {
  *                p1 pst_adapter_codes [..]
  * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0.
  *                A rank of width 0 has no in0
- * PST_SEND       in0 [T or R, N] to whoever has the other end of p0 pst_channel; PST_RECEIVE  out [T or R, N] from there: as
+ * PST_SEND       in0 [T or R, N] to whoever has the other end of p0 pst_stage_channel; PST_RECEIVE  out [T or R, N] from there: as
  *                many rows, of the same width, in the same order
  * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
  * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
@@ -418,19 +418,19 @@ typedef struct pst_exchange {
 #define PST_CHANNEL_BYTES 128
 
 /* What one end of a channel says of itself. */
-typedef struct pst_channel_end {
+typedef struct pst_stage_channel_end {
     uint32_t turn, sleepers;        /* pieces that it has given, or taken; threads that wait for more */
     uint64_t pieces, bytes, waited; /* the same since the memory was made; nanoseconds its first thread has waited for the other end */
     uint64_t unused[4];
-} pst_channel_end;
+} pst_stage_channel_end;
 
 /* Memory of two neighbouring stages, zero at first: PST_CHANNEL_BYTES with the end that sends and the one that receives, then
  * `slots` slots, a power of two of them, each of which holds some rows at a time. */
-typedef struct pst_channel {
+typedef struct pst_stage_channel {
     void *memory;
     int32_t slots, spin_us;
     int64_t slot_bytes;
-} pst_channel;
+} pst_stage_channel;
 
 /* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
 PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);

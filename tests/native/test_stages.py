@@ -23,8 +23,8 @@ from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.ops.table import CONTRACTS
 from penstock.ops.tree import tree_mask
 from penstock.parallel import shard as sharding
-from penstock.parallel.comm import Alone, SharedComm, shared_memory
-from penstock.parallel.pipe import Pipe, SharedChannel, channel_memory
+from penstock.parallel.comm import OneRank, Pipe, SharedComm, shared_memory
+from penstock.parallel.pipe import SharedChannel, channel_memory
 from penstock.parallel.stages import LINES, stage_of
 from penstock.plan.ranks import ranked_groups
 from penstock.plan.stages import stage_groups, stage_starts
@@ -92,7 +92,7 @@ class Staged:
             one.planes = [_planes(g, 400, one.block_size) for g in one.groups]
             staged = stage_of(one.graph, whole, comm, pipe)
             self.held.append((one.graph, staged))
-            one.graph, _ = sharding.shard(staged, one.groups, comm, body=pipe.inner or Alone())
+            one.graph, _ = sharding.shard(staged, one.groups, comm, body=pipe.inner or OneRank())
             one.on(pool(threads))
             self.ranks.append(one)
             self.comms.append(comm)

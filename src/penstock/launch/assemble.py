@@ -36,9 +36,9 @@ from penstock.plan.adapters import adapter_units
 from penstock.plan.hidden import keeps_hidden
 from penstock.plan.memory import MODEST_TOKENS
 from penstock.plan.probe import Free, free_memory
+from penstock.plan.rank_plan import rank_plan
 from penstock.plan.ranks import LEAST_ROWS, UNIT
 from penstock.plan.resolve import Plan
-from penstock.plan.stages import rank_plan
 from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
 from penstock.sched.offline import WithOffline

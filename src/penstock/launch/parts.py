@@ -35,8 +35,8 @@ from penstock.model.forward import (
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes
 from penstock.plan.adapters import adapter_units
+from penstock.plan.rank_plan import rank_plan
 from penstock.plan.resolve import Plan
-from penstock.plan.stages import rank_plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.block_files import BlockFiles

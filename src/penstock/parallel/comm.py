@@ -11,17 +11,16 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.ops.native.abi import LINES_BYTES, MAX_RANKS, Exchange, RankLine
-
-if TYPE_CHECKING:
-    from penstock.parallel.pipe import Pipe
 
 SLOT_BYTES = 4 << 20
 """Of what a rank gives to a gather at a time; a row at least. Memory is taken as it is used."""
@@ -55,6 +54,43 @@ class Comm(Protocol):
     def gather(self, x: F32, widths: Sequence[int]) -> F32:
         """Of every rank's [T, widths[rank]], rank by rank: [T, sum of widths]."""
         ...
+
+
+class Passage(Protocol):
+    """Rows go through it to the next stage (`parallel.pipe.SharedChannel`)."""
+
+    @property
+    def address(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One rank's place in a pipeline.
+
+    Attributes:
+        stage: its number. `starts`: [stages + 1], the first layer of each stage, and how many layers there are.
+        inner: with the ranks of the same stage; None: the stage has one rank.
+        before, behind: from the stage before, and to the one behind.
+        parts: into so many parts a step falls at most; 0: as many as stages, where it has rows enough.
+    """
+
+    stage: int
+    starts: tuple[int, ...]
+    inner: Comm | None
+    before: Passage | None
+    behind: Passage | None
+    parts: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.starts[self.stage], self.starts[self.stage + 1])
+
+    def stage_of(self, layer: int) -> int:
+        return bisect_right(self.starts, layer) - 1
 
 
 class SharedExchange:
@@ -123,7 +159,7 @@ class SharedComm:
         raise AssertionError("native kernels gather by themselves; no other operations run on several ranks")
 
 
-class Alone:
+class OneRank:
     """Whoever shares layers with nobody."""
 
     rank, size = 0, 1

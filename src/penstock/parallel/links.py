@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from penstock.core.links import Links
-from penstock.parallel.comm import SharedComm, shared_memory
-from penstock.parallel.pipe import Pipe, SharedChannel, channel_memory
+from penstock.parallel.comm import Pipe, SharedComm, shared_memory
+from penstock.parallel.pipe import SharedChannel, channel_memory
 
 
 class Wires:

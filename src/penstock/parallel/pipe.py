@@ -7,12 +7,10 @@ free slot and not for the other end, so a stage works on the next rows while the
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.ops.native.abi import CHANNEL_BYTES, Channel, ChannelEnd
-from penstock.parallel.comm import SLOT_BYTES, SPIN_US, Comm, mapped, unnamed_memory
+from penstock.ops.native.abi import CHANNEL_BYTES, StageChannel, StageChannelEnd
+from penstock.parallel.comm import SLOT_BYTES, SPIN_US, mapped, unnamed_memory
 
 SLOTS = 8
 """Pieces that are on their way at a time, at most: as many parts of a step at least."""
@@ -32,13 +30,13 @@ def channel_memory(slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> int:
 
 
 class SharedChannel:
-    """`pst_channel`: one end of it, or both, in this process."""
+    """`pst_stage_channel`: one end of it, or both, in this process."""
 
     def __init__(self, fd: int, *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES, spin_us: int = SPIN_US) -> None:
         """`fd` stays the caller's."""
         start = mapped(self, fd, CHANNEL_BYTES + slots * slot_bytes)
-        self.struct = Channel(start, slots, spin_us, slot_bytes)
-        self._ends = (ChannelEnd * 2).from_address(start)
+        self.struct = StageChannel(start, slots, spin_us, slot_bytes)
+        self._ends = (StageChannelEnd * 2).from_address(start)
 
     @property
     def address(self) -> int:
@@ -55,33 +53,3 @@ class SharedChannel:
     def _passed(self, end: int) -> Passed:
         counts = self._ends[end]
         return Passed(int(counts.pieces), int(counts.bytes), int(counts.waited) / 1e9)
-
-
-@dataclass(frozen=True)
-class Pipe:
-    """One rank's place in a pipeline.
-
-    Attributes:
-        stage: its number. `starts`: [stages + 1], the first layer of each stage, and how many layers there are.
-        inner: with the ranks of the same stage; None: the stage has one rank.
-        before, behind: from the stage before, and to the one behind.
-        parts: into so many parts a step falls at most; 0: as many as stages, where it has rows enough.
-    """
-
-    stage: int
-    starts: tuple[int, ...]
-    inner: Comm | None
-    before: SharedChannel | None
-    behind: SharedChannel | None
-    parts: int = 0
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def layers(self) -> range:
-        return range(self.starts[self.stage], self.starts[self.stage + 1])
-
-    def stage_of(self, layer: int) -> int:
-        return bisect_right(self.starts, layer) - 1

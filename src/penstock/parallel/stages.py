@@ -17,8 +17,7 @@ from dataclasses import replace
 from penstock.base.errors import ConfigError
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.graph import NO_LAYER, SELECTED, Graph, Node, Value
-from penstock.parallel.comm import Comm
-from penstock.parallel.pipe import Pipe
+from penstock.parallel.comm import Comm, Pipe
 from penstock.parallel.shard import even_ranges
 
 _AT_0 = (

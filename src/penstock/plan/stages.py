@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,9 +13,6 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec, weight_shapes
-
-if TYPE_CHECKING:
-    from penstock.plan.resolve import Plan
 
 
 def layer_weights(spec: ModelSpec) -> list[int]:
@@ -109,13 +105,3 @@ def stages_said(starts: Sequence[int]) -> str:
     """For people: the layers of each stage."""
     runs = [f"{a}" if b - a == 1 else f"{a} to {b - 1}" for a, b in pairwise(starts)]
     return f"layers {', '.join(runs)}" if runs else ""
-
-
-def rank_plan(plan: Plan, rank: int, per_stage: int) -> Plan:
-    """The plan of one rank, of `per_stage` in each stage: groups with the layers that it has. Draft models run whole on
-    every rank."""
-    if not plan.stages:
-        return plan
-    stage, num_own = rank // per_stage, len(plan.own_groups)
-    own = stage_groups(plan.groups[:num_own], range(plan.stages[stage], plan.stages[stage + 1]))
-    return msgspec.structs.replace(plan, groups=(*own, *plan.groups[num_own:]))

@@ -69,11 +69,11 @@ class DecoderModel:
 
         if (pipe := self.comm.pipe) is None:
             return shard(graph, self.groups, self.comm, sums=self.sums)
-        from penstock.parallel.comm import Alone
+        from penstock.parallel.comm import OneRank
         from penstock.parallel.stages import stage_of
 
         graph = stage_of(graph, self.groups, self.comm, pipe)
-        return shard(graph, self.own_groups, self.comm, sums=self.sums, body=pipe.inner or Alone())
+        return shard(graph, self.own_groups, self.comm, sums=self.sums, body=pipe.inner or OneRank())
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:

@@ -15,11 +15,11 @@ from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import cache_groups
 from penstock.core.page_ops import LoadOp, PageOp, StoreOp
 from penstock.plan.drafts import DraftPlan
+from penstock.plan.rank_plan import rank_plan
 from penstock.plan.stages import (
     cut_places,
     even_cuts,
     layer_weights,
-    rank_plan,
     stage_groups,
     stage_share,
     stage_starts,

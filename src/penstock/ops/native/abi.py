@@ -251,7 +251,7 @@ class Exchange(c.Structure):
     )
 
 
-class ChannelEnd(c.Structure):
+class StageChannelEnd(c.Structure):
     _fields_ = (
         ("turn", c.c_uint32),
         ("sleepers", c.c_uint32),
@@ -262,7 +262,7 @@ class ChannelEnd(c.Structure):
     )
 
 
-class Channel(c.Structure):
+class StageChannel(c.Structure):
     _fields_ = (
         ("memory", c.c_void_p),
         ("slots", c.c_int32),
