@@ -56,7 +56,7 @@ class Comm(Protocol):
         ...
 
 
-class Passage(Protocol):
+class RowPassage(Protocol):
     """Rows go through it to the next stage (`parallel.pipe.SharedChannel`)."""
 
     @property
@@ -77,8 +77,8 @@ class Pipe:
     stage: int
     starts: tuple[int, ...]
     inner: Comm | None
-    before: Passage | None
-    behind: Passage | None
+    before: RowPassage | None
+    behind: RowPassage | None
     parts: int = 0
 
     @property
