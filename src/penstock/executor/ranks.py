@@ -216,7 +216,7 @@ class ThreadRanks(Executor):
 
 def wires_of(spec: RankSpec) -> Wires:
     """What the ranks of these settings share."""
-    return Wires(spec.config["pipeline_parallel_size"], spec.config["tensor_parallel_size"])
+    return Wires(spec.config.get("pipeline_parallel_size", 1), spec.config["tensor_parallel_size"])
 
 
 def agreed(said: Sequence[StepOutput]) -> StepOutput:
