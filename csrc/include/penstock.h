@@ -216,7 +216,10 @@ typedef struct pst_register {
  * PST_ADAPT_CODES  the same of adapters with codes: in1 = in0 W^T + bias, W being the codes of p2? pst_matrix (one scale per group,
  *                F32, F16 or BF16; of a pair both halves) with the adapter's scales; or in1 + in0 D^T. p0, n0, n1 as in PST_ADAPT,
  *                p1 pst_adapter_codes [..]
- * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0
+ * PST_GATHER     out [T or R, sum of widths] = in0 of every rank, rank by rank, p1 int32 [size] widths: see pst_exchange, p0.
+ *                A rank of width 0 has no in0
+ * PST_SEND       in0 [T or R, N] to whoever has the other end of p0 pst_stage_channel; PST_RECEIVE  out [T or R, N] from there: as
+ *                many rows, of the same width, in the same order
  * PST_ATTEND_PART  out [T or R, H * (n5 + 2)] = as PST_ATTEND, of the tokens at positions p with p % p1[0] == p1[1] alone, p1 int32
  *                [2], which are all that pages hold: of each head the sum of weighted values [n5], the largest score and the sum
  *                of weights against it; 0, -inf and 0 where a token sees none of them. Without p2, p3, in1, in2, and trees
@@ -332,7 +335,7 @@ enum pst_kind {
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
     PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6, PST_ADAPT_CODES, PST_GATHER, PST_ADAPT = 60,
-    PST_ATTEND_TEXT, PST_MERGE = 64, PST_ATTEND_PART
+    PST_ATTEND_TEXT, PST_SEND, PST_RECEIVE, PST_MERGE, PST_ATTEND_PART
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
@@ -432,6 +435,23 @@ typedef struct pst_shared_experts {
     const int32_t *widths;
     const int32_t *experts;
 } pst_shared_experts;
+
+#define PST_CHANNEL_BYTES 128
+
+/* What one end of a channel says of itself. */
+typedef struct pst_stage_channel_end {
+    uint32_t turn, sleepers;        /* pieces that it has given, or taken; threads that wait for more */
+    uint64_t pieces, bytes, waited; /* the same since the memory was made; nanoseconds its first thread has waited for the other end */
+    uint64_t unused[4];
+} pst_stage_channel_end;
+
+/* Memory of two neighbouring stages, zero at first: PST_CHANNEL_BYTES with the end that sends and the one that receives, then
+ * `slots` slots, a power of two of them, each of which holds some rows at a time. */
+typedef struct pst_stage_channel {
+    void *memory;
+    int32_t slots, spin_us;
+    int64_t slot_bytes;
+} pst_stage_channel;
 
 /* Nanoseconds of `turns` gathers of so many bytes of each rank, all of whom must call it; -1 if a slot is too small. */
 PST_API int64_t pst_exchange_time(const pst_exchange *exchange, int64_t bytes, int32_t turns);

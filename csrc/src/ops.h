@@ -85,7 +85,7 @@ using OpPtr = std::unique_ptr<Op>;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
 // PST_ATTEND, ATTEND_PART; choose.cpp: PST_CHOOSE; rehearse.cpp: PST_REHEARSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; streams.cpp: PST_STREAMS, MATCH,
 // CUT_OFF; connections.cpp and entries.cpp: those of weighed streams, and of entries; adapt.cpp, adapt_codes.cpp: PST_ADAPT, ADAPT_CODES; gather.cpp: PST_GATHER;
-// merge.cpp: PST_MERGE;
+// merge.cpp: PST_MERGE; channel.cpp: PST_SEND, RECEIVE;
 // attend_text.cpp: PST_ATTEND_TEXT; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
@@ -109,6 +109,7 @@ OpPtr make_adapt(const pst_op& op, const Maker& maker);
 OpPtr make_adapt_codes(const pst_op& op, const Maker& maker);
 OpPtr make_gather(const pst_op& op, const Maker& maker);
 OpPtr make_merge(const pst_op& op, const Maker& maker);
+OpPtr make_passing(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

@@ -47,6 +47,8 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_ADAPT_CODES: return make_adapt_codes(op, maker);
         case PST_GATHER: return make_gather(op, maker);
         case PST_MERGE: return make_merge(op, maker);
+        case PST_SEND:
+        case PST_RECEIVE: return make_passing(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }

@@ -27,6 +27,7 @@ from penstock.plan.hidden import keeps_hidden
 from penstock.plan.keeping import groups_of
 from penstock.plan.ranks import ranked_groups
 from penstock.plan.resolve import Plan, tokens_in_flight
+from penstock.plan.stages import stage_starts
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward, FakeParts
 from tests.engine.fake_model import spec as fake_spec
@@ -87,6 +88,8 @@ class Knobs:
     ranks: int = 1
     whole_experts: bool = False
     by_tokens: str = ""  # ranks share out the tokens of sequences, and merge what they find so: flat, tree
+    stages: int = 1
+    microbatches: int | None = None
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -102,6 +105,7 @@ def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) 
     if k.ranks > 1:
         assert not draft_models, "ranks share out the groups of one model"
         groups, _ = ranked_groups(config_for(k), spec, groups)
+    stages = stage_starts(config_for(k), spec)
     kinds = {"paged": k.num_blocks, "window": k.window_blocks or k.num_blocks, "slot": k.num_slots}
     num_slabs = tuple(kinds[g.spec.kind] for g in groups)
     return Plan(
@@ -120,6 +124,7 @@ def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) 
         kv_bytes=sum(n * g.slab_bytes(k.block_size) for n, g in zip(num_slabs, groups, strict=True)),
         num_host_slabs=tuple(k.host_blocks if g.spec.per_token else min(k.host_blocks, 6) for g in groups),
         drafts=drafts,
+        stages=stages,
     )
 
 
@@ -167,6 +172,8 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_expert_parallel=k.whole_experts,
         context_parallel_size=k.ranks if k.by_tokens else 1,
         context_parallel_reduce=k.by_tokens or "flat",
+        pipeline_parallel_size=k.stages,
+        pipeline_microbatches=k.microbatches,
     )
 
 

@@ -1,4 +1,4 @@
-"""H01: a model on several ranks in processes of their own: real signals, at any of them."""
+"""H01, H03: a model on several ranks in processes of their own: real signals, at any of them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def ranked(size: int) -> EngineConfig:
     return nano(ops="native", tensor_parallel_size=size, threads=1)
 
 
+def staged(size: int) -> EngineConfig:
+    return nano(ops="native", pipeline_parallel_size=size, pipeline_microbatches=2, threads=1)
+
+
 def ranks_of(engine: Running) -> list[int]:
     pid = engine.link.pid
     children = Path(f"/proc/{pid}/task/{pid}/children")
@@ -44,13 +48,22 @@ def ranks_of(engine: Running) -> list[int]:
 @within(240 + 5 * KILLS)
 async def test_H01_streams_survive_kills_of_any_rank_unchanged() -> None:
     """Seeded; PENSTOCK_RANK_KILLS says how many."""
+    await kills_change_nothing(ranked(2))
+
+
+@within(240 + 5 * KILLS)
+async def test_H03_streams_survive_kills_of_any_stage_unchanged() -> None:
+    await kills_change_nothing(staged(2))
+
+
+async def kills_change_nothing(config: EngineConfig) -> None:
     rng = random.Random(SEED)
     prompts = [f"Once upon a time there was a number {i} that" for i in range(4)]
     gc.collect()  # engines of other tests, whose sockets would go meanwhile
     before = num_fds()
     async with running(nano(ops="native", threads=1)) as engine:
         calm = await asyncio.gather(*(engine.complete(f"calm{i}", prompts[i], params(i)) for i in range(4)))
-    async with running(ranked(2), max_restarts_per_minute=10_000) as engine:
+    async with running(config, max_restarts_per_minute=10_000) as engine:
         client, done = engine.client, 0
         deaths = watch_deaths(engine)
         pids: list[int] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,7 +43,9 @@ def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtyp
     in_turmoil(name, dtype, kv_dtype, random.Random(f"native-{name}-{dtype}"), draws(3, 5))
 
 
-def in_turmoil(name: str, dtype: str, kv_dtype: str, rng: random.Random, num: int, **fixed: Any) -> None:
+def in_turmoil(
+    name: str, dtype: str, kv_dtype: str, rng: random.Random, num: int, controls: Sequence[str] = CONTROLS, **fixed: Any
+) -> None:  # fmt: skip
     """Engines with knobs drawn at random, but for those that are `fixed`, disturbed as they run."""
     spec, weights = weights_as(name, dtype)
     tokens, beams = expected(name, dtype, kv_dtype)
@@ -54,7 +57,7 @@ def in_turmoil(name: str, dtype: str, kv_dtype: str, rng: random.Random, num: in
             most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, most)
         core = real_engine(spec, weights, knobs)
-        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=knobs)
+        collector = disturbed(core, workload(spec.vocab_size), rng, controls, note=knobs)
         core.executor.close()
         for request_id, samples in tokens.items():
             got = collector.requests[request_id]

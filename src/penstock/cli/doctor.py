@@ -211,6 +211,7 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
     from penstock.plan.flops import num_active_params
     from penstock.plan.memory import gib
     from penstock.plan.ranks import possible_sizes, rank_bytes, shares_tokens
+    from penstock.plan.stages import cut_places, even_cuts, layer_weights, stage_share
 
     path = config.model.model
     checkpoint = open_model(local_path(path))
@@ -241,6 +242,12 @@ def _model(config: EngineConfig, console: Console, read: float) -> None:
                 f"With --context-parallel-size {sizes[0]} each keeps 1 of {sizes[0]} tokens, so the same memory holds "
                 f"{sizes[0]} times as many.", highlight=False, markup=False,
             )  # fmt: skip
+    if most := len(cut_places(spec)):
+        two = stage_share(spec, even_cuts(layer_weights(spec), cut_places(spec), 2))
+        console.print(
+            f"In stages: --pipeline-parallel-size 2 to {most + 1}; with 2 the larger one holds about "
+            f"{gib(int(plan.weight_bytes * two))} of weights.", highlight=False, markup=False,
+        )  # fmt: skip
     total, least = expert_sizes(spec, plan.held)
     if total:
         console.print(

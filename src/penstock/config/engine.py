@@ -13,8 +13,8 @@ from penstock.base.errors import ConfigError
 from penstock.config.graphs import parse_sizes
 from penstock.config.kv_events import parse_kv_events
 from penstock.config.lora import LoraConfig, check_lora
-from penstock.config.offload import offload_of
 from penstock.config.positions import parse_rope_scaling
+from penstock.config.ranks import check_ranks
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
@@ -399,6 +399,20 @@ class ExecutionConfig(Section):
         "ranks. tree: pairwise, in log2(N) exchanges, where N is a power of two; else flat.",
         choices=("flat", "tree"),
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages that a model's layers are shared out to, one behind the other, each of tensor_parallel_size ranks: a "
+        "process has its layers' weights and KV cache. The tokens are those of one rank.",
+        minimum=1,
+        maximum=64,
+    )
+    pipeline_microbatches: int | None = setting(
+        None,
+        "Parts into which a step falls, at most, so that stages compute at the same time. By default as many as "
+        "stages, of 32 tokens at least: weights are read once for each.",
+        minimum=1,
+        maximum=64,
+    )
     packed_weights: str = setting(
         "auto",
         "Where weights are that an earlier start has packed. copied: in huge pages, quicker to read. mapped: in the "
@@ -505,6 +519,16 @@ class ExecutionConfig(Section):
         if self.tensor_parallel_size == 1:  # there are as many ranks as tokens are shared out over
             object.__setattr__(self, "tensor_parallel_size", self.context_parallel_size)
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_field(self) -> str:
+        """The setting that makes several of them."""
+        return "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -545,8 +569,8 @@ class EngineConfig:
                 "memory; leave packed_weights away",
                 field="weight_memory_bytes",
             )
-        if self.execution.tensor_parallel_size > 1:
-            self._check_ranks()
+        if self.execution.num_ranks > 1:
+            check_ranks(self)
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:
@@ -555,60 +579,6 @@ class EngineConfig:
                 "packed_weights streamed whole layers do; give only one of them",
                 field="expert_memory_bytes",
             )
-
-    def _check_ranks(self) -> None:
-        """What one rank does beside its steps, by a clock of its own, others would not do in the same step."""
-        if self.execution.tensor_parallel_sums and self.lora.enable_lora:
-            raise ConfigError(
-                "tensor_parallel_sums: adapters change whole outputs of products, and ranks would have sums of parts; "
-                "leave one of both away",
-                field="tensor_parallel_sums",
-            )
-        if self.execution.tensor_parallel_sums and self.model.quantization != "none":
-            raise ConfigError(
-                f"tensor_parallel_sums: it is for plain weights, and quantization {self.model.quantization} rounds "
-                "rows that ranks have parts of; leave one of both away",
-                field="tensor_parallel_sums",
-            )
-        if self.execution.context_parallel_size > 1:
-            self._check_tokens_over_ranks()
-        run, cache = self.execution, self.cache
-        offload = offload_of(cache.kv_offload)
-        given = {
-            "memory_bytes": run.memory_bytes is not None, "expert_memory_bytes": run.expert_memory_bytes is not None,
-            "kv_offload": offload is not None and bool(offload.remotes),
-            "kv_allocator": cache.kv_allocator != "paged", "finetune_root": self.lora.finetune_root is not None,
-            "device": run.device not in ("auto", "cpu"),
-        }  # fmt: skip
-        for name in (name for name, is_given in given.items() if is_given):
-            raise ConfigError(
-                f"{name}: it does not go together with tensor_parallel_size {run.tensor_parallel_size} yet; leave one "
-                "of both away",
-                field=name,
-            )
-
-    def _check_tokens_over_ranks(self) -> None:
-        """A rank that has some of a sequence's tokens can do nothing that needs them all but attend to them."""
-        size, cache = self.execution.context_parallel_size, self.cache
-        if self.execution.tensor_parallel_size != size:
-            raise ConfigError(
-                f"context_parallel_size: tokens are shared out over all ranks, and there are "
-                f"{self.execution.tensor_parallel_size} (tensor_parallel_size), not {size}; give the same number, or "
-                "only one of both",
-                field="context_parallel_size",
-            )
-        needs = {
-            "kv_selector": (cache.kv_selector, "none", "chooses among all tokens of a sequence"),
-            "kv_rotation": (cache.kv_rotation, "none", "turns keys where they are read"),
-            "kv_offload_format": (cache.kv_offload_format, "plain", "codes whole blocks"),
-        }
-        for name, (value, plain, does) in needs.items():
-            if value != plain:
-                raise ConfigError(
-                    f"{name}: {value} {does}, and with context_parallel_size {size} each rank has some of the tokens; "
-                    "leave one of both away",
-                    field=name,
-                )
 
     def _check_one_budget(self) -> None:
         given = {

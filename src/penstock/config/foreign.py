@@ -85,6 +85,8 @@ ALIASES: dict[str, SameName] = {
     "ep": SameName("enable_expert_parallel", ("-ep",)),
     "decode_context_parallel_size": SameName("context_parallel_size", ("-dcp",)),
     "cp_size": SameName("context_parallel_size"),
+    "pp": SameName("pipeline_parallel_size", ("-pp",)),
+    "pp_size": SameName("pipeline_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -145,8 +147,7 @@ _add("ask for it in a request: response_format or structured_outputs", "json_sch
 # --- not in this version
 _add("the ranks of tensor_parallel_size share experts out, as enable_expert_parallel says; use that", "ep_size "
      "expert_parallel_size", 1)  # fmt: skip
-_add("running one model on several devices isn't in this version; use 1", "pipeline_parallel_size/-pp pp_size "
-     "prefill_context_parallel_size", 1)  # fmt: skip
+_add("running one model on several devices isn't in this version; use 1", "prefill_context_parallel_size", 1)
 _add(
     "running one model on several devices isn't in this version; leave it away",
     "distributed_executor_backend all2all_backend moe_backend "

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import EngineError, RankGoneError
+from penstock.core.links import Links
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import StartedRank
 from penstock.executor.node_wire import (
@@ -320,7 +321,7 @@ class Nodes:
         assert arrival.aside is not None
         channel, joins = arrival.steps
         own = msgspec.structs.replace(
-            spec, exchange=joins.exchange, model=joins.model, config={**spec.config, **joins.own}
+            spec, links=Links(joins.exchange), model=joins.model, config={**spec.config, **joins.own}
         )
         return own, StartedRank(RemoteProcess(self._nodes[host]), channel.sock, arrival.aside.sock)
 

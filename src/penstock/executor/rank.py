@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.base.memory import trim
 from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.links import Links
 from penstock.core.weight_swap import WeightFacts
 from penstock.plan.resolve import Plan
 
@@ -31,7 +32,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         model: folder or file of the model's weights; None: they are arrays in the memory of this process.
         drafts: folder or file of each draft model of `plan.drafts`.
         rank, world_size: which of how many ranks.
-        exchange: descriptor, in the rank's process, of the memory that ranks share (`parallel.comm`); -1: there is one.
+        links: descriptors, in the rank's process, of the memory that ranks share.
         warm_grammars: make the tables for structured outputs at once.
         poison: KV memory starts as NaN and rows are watched (tests).
         wire: messages go through their encoded form, also where both sides are one process (tests).
@@ -43,7 +44,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[str, ...] = ()
     rank: int = 0
     world_size: int = 1
-    exchange: int = -1
+    links: Links = Links()
     warm_grammars: bool = False
     poison: bool = False
     wire: bool = False

@@ -7,7 +7,6 @@ ranks that differ are an error, not two opinions. The lead, rank 0, speaks for t
 
 from __future__ import annotations
 
-import os
 import select
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from penstock.core.protocols import Executor
 from penstock.engine.blackbox import BlackBox
 from penstock.executor.multiproc import COMMAND, MultiprocExecutor
 from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
-from penstock.parallel.comm import SharedComm, shared_memory
+from penstock.parallel.links import Wires
 
 if TYPE_CHECKING:
     from penstock.executor.nodes import Nodes
@@ -62,22 +61,22 @@ class Moves:
 class Exchanged:
     """What ranks count of their exchanges, step by step."""
 
-    def __init__(self, memory: int, size: int, nodes: Nodes | None = None) -> None:
-        """`memory`: see `parallel.comm.shared_memory`; it stays the caller's. `nodes`: other hosts."""
-        self._shared, self._size, self._nodes = SharedComm(memory, 0, size).exchange, size, nodes
-        self._had = (0, 0, 0)
+    def __init__(self, wires: Wires, nodes: Nodes | None = None) -> None:
+        """`nodes`: other hosts."""
+        self._wires, self._nodes, self._had = wires, nodes, (0, 0, 0)
 
     def told(self, result: StepOutput) -> StepOutput:
         """The result with those of its step."""
-        given = [self._shared.given(rank) for rank in range(self._size)]
         on_wire = 0 if self._nodes is None else self._nodes.wire_bytes
-        now, had = (given[0][0], sum(num_bytes for _, num_bytes in given), on_wire), self._had
+        now, had = (*self._wires.given(), on_wire), self._had
         self._had = now
         return replace(result, ranks=(now[0] - had[0], now[1] - had[1], now[2] - had[2]))
 
 
 class RanksExecutor(Executor):
-    """See `multiproc.MultiprocExecutor`; `spec` is the lead's, of `tensor_parallel_size` ranks.
+    """See `multiproc.MultiprocExecutor`; `spec` is the lead's, and its settings say how many ranks there are.
+
+    `wires`: what they share, for whoever counts.
 
     The end of one rank is the end of all: the others would wait for it. With `nnodes` hosts the ranks of node_rank 0
     are here; the others' come over `nodes.Nodes`.
@@ -87,32 +86,32 @@ class RanksExecutor(Executor):
         self, spec: RankSpec, build: RankFactory | None = None, *, depth: int = 1, loading: Progress | None = None,
         box: BlackBox | None = None, command: Sequence[str] = COMMAND,
     ) -> None:  # fmt: skip
-        size = spec.config["tensor_parallel_size"]
-        self.depth = depth
+        self.wires = wires = wires_of(spec)
+        self.depth, size = depth, wires.size
         self._moves = Moves(size)
-        memory = shared_memory(size)
         self._nodes: Nodes | None = None
 
         def start(rank: int) -> MultiprocExecutor:
-            own, spawned = replace(spec, rank=rank, world_size=size, exchange=memory), None
+            own, spawned = replace(spec, rank=rank, world_size=size, links=wires.of(rank)), None
+            inherits = own.links.descriptors
             if self._nodes is not None and not self._nodes.is_here(rank):
                 own, spawned = self._nodes.rank(own)
             return MultiprocExecutor(
                 own, depth=depth, loading=loading if rank == 0 else None, box=box if rank == 0 else None,
-                command=command, inherits=(memory,), spawned=spawned,
+                command=command, inherits=inherits, spawned=spawned,
             )  # fmt: skip
 
         try:
             if spec.config.get("nnodes", 1) > 1:
-                self._nodes = nodes_of(spec, memory, box)
+                self._nodes = nodes_of(spec, wires.of(0).everyone, box)
                 self._end_nodes = weakref.finalize(self, self._nodes.close)
-            self._exchanged = Exchanged(memory, size, self._nodes)
+            self._exchanged = Exchanged(wires, self._nodes)
             self._ranks = _together(start, size)
         except BaseException:
             self._close_nodes()
             raise
         finally:
-            os.close(memory)
+            wires.close()
         self.packed_file = self._ranks[0].packed_file
 
     def submit(self, output: SchedulerOutput) -> None:
@@ -192,24 +191,24 @@ class ThreadRanks(Executor):
     depth = 1
 
     def __init__(self, spec: RankSpec, build: RankFactory, *, box: BlackBox | None = None, **_: object) -> None:
-        size = spec.config["tensor_parallel_size"]
         if spec.config.get("nnodes", 1) > 1:
             raise ConfigError(
                 "nnodes: the weights are arrays in the memory of this process, and other hosts need them on disk; use "
                 "1, or a model on disk",
                 field="nnodes",
             )
+        self.wires = wires = wires_of(spec)
+        size = wires.size
         self._threads = [ThreadPoolExecutor(1, f"penstock-rank-{rank}") for rank in range(size)]
-        memory = shared_memory(size)
-        self._exchanged, self._moves = Exchanged(memory, size), Moves(size)
+        self._exchanged, self._moves = Exchanged(wires), Moves(size)
         try:
             begun = [
-                thread.submit(build, replace(spec, rank=rank, world_size=size, exchange=memory), None)
+                thread.submit(build, replace(spec, rank=rank, world_size=size, links=wires.of(rank)), None)
                 for rank, thread in enumerate(self._threads)
             ]
             self.runners: list[Rank] = [future.result() for future in begun]
         finally:
-            os.close(memory)
+            wires.close()
         if box is not None:
             self.runners[0].watch(box.progress_address)
         self._running: list[Future[StepOutput]] = []
@@ -258,6 +257,11 @@ def nodes_of(spec: RankSpec, memory: int, box: BlackBox | None) -> Nodes:
     assert spec.model is not None
     config = spec.config
     return Nodes(spec, memory, alike(spec.model, config["tensor_parallel_size"], config["nnodes"]), box)
+
+
+def wires_of(spec: RankSpec) -> Wires:
+    """What the ranks of these settings share."""
+    return Wires(spec.config.get("pipeline_parallel_size", 1), spec.config["tensor_parallel_size"])
 
 
 def agreed(said: Sequence[StepOutput]) -> StepOutput:

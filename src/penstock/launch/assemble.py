@@ -36,6 +36,7 @@ from penstock.plan.adapters import adapter_units
 from penstock.plan.hidden import keeps_hidden
 from penstock.plan.memory import MODEST_TOKENS
 from penstock.plan.probe import Free, free_memory
+from penstock.plan.rank_plan import rank_plan
 from penstock.plan.ranks import LEAST_ROWS, UNIT
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
@@ -126,7 +127,7 @@ def engine_over(
     open. Else as `engine_core`.
     """
     made: Callable[..., Executor] = EXECUTORS.get(config.execution.executor)
-    if config.execution.tensor_parallel_size > 1:
+    if config.execution.num_ranks > 1:
         from penstock.executor.ranks import RanksExecutor, ThreadRanks  # one rank needs no other
 
         made = RanksExecutor if spec.model is not None else ThreadRanks
@@ -176,8 +177,9 @@ def model_parts(
     model = model_of(config, spec, weights, plan, comm)
     if packed is not None:
         packed.prepare(model.graph)
-    if comm is not None and load_adapter is not None:
-        load_adapter = _own_rows(load_adapter, model.rows)
+    if comm is not None:
+        plan = rank_plan(plan, comm.rank, config.execution.tensor_parallel_size)
+        load_adapter = None if load_adapter is None else _own_rows(load_adapter, model)
     forward = model.on(
         backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
         rank_groups=plan.groups, matrices=None if packed is None else packed.matrices,
@@ -206,12 +208,15 @@ def model_parts(
     )
 
 
-def _own_rows(load: Load, rows: Mapping[str, tuple[int, int]]) -> Load:
-    """Of adapters what a rank needs: the outputs that it has of each product."""
+def _own_rows(load: Load, model: DecoderModel) -> Load:
+    """Of adapters what a rank needs: the outputs that it has of each product that it has."""
     from penstock.parallel.shard import outputs_of  # one rank has all
 
+    rows, here = model.rows, {node.weights[0] for node in model.graph.nodes if node.op == "linear"}
+
     def own(ref: AdapterRef) -> Mapping[str, LowRank]:
-        return {name: outputs_of(part, *rows[name]) if name in rows else part for name, part in load(ref).items()}
+        parts = {name: part for name, part in load(ref).items() if name in here}
+        return {name: outputs_of(part, *rows[name]) if name in rows else part for name, part in parts.items()}
 
     return own
 
@@ -242,17 +247,18 @@ def comm_of(spec: RankSpec) -> Comm | None:
     """The rank's end of what connects it to the others; None: it is alone."""
     if spec.world_size == 1:
         return None
-    from penstock.parallel.comm import SharedComm  # one rank needs no other
+    from penstock.parallel.links import joined  # one rank needs no other
 
-    return SharedComm(spec.exchange, spec.rank, spec.world_size)
+    parts = spec.config["pipeline_microbatches"] or 0
+    return joined(spec.links, spec.rank, spec.world_size, spec.plan.stages, parts)
 
 
 def shard_name(config: EngineConfig, comm: Comm) -> str:
     """What a rank's packed weights are known by."""
-    run = config.execution
+    run, stages = config.execution, "" if comm.pipe is None else comm.pipe.starts
     experts = "whole experts" if run.enable_expert_parallel else "experts by outputs"
     how = (UNIT, LEAST_ROWS, run.tensor_parallel_sums, run.context_parallel_size, experts)
-    return f"rank {comm.rank} of {comm.size}, {how}"
+    return f"rank {comm.rank} of {comm.size}, {how} {stages}"
 
 
 def layer_options(config: EngineConfig, plan: Plan) -> dict[str, Any]:

@@ -51,12 +51,9 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tup
     if scheme != "none" and not (traits.quantizes or traits.rounds):
         why = problems[0] if problems else f"ops is {given}"
         raise ConfigError(f"quantization: {scheme} needs the native kernels, and {why}", field="quantization")
-    if config.execution.tensor_parallel_size > 1 and name != "native":
-        why = problems[0] if problems else f"ops is {given}"
-        raise ConfigError(
-            f"tensor_parallel_size: only native kernels run on several ranks, and {why}; use 1",
-            field="tensor_parallel_size",
-        )
+    if config.execution.num_ranks > 1 and name != "native":
+        why, field = problems[0] if problems else f"ops is {given}", config.execution.ranks_field
+        raise ConfigError(f"{field}: only native kernels run on several ranks, and {why}; use 1", field=field)
     if config.execution.ops != "auto":
         return config, ()
     execution = replace(config.execution, ops=name)

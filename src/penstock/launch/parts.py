@@ -35,6 +35,7 @@ from penstock.model.forward import (
 from penstock.ops.adapters import LowRank
 from penstock.ops.plan import Planes
 from penstock.plan.adapters import adapter_units
+from penstock.plan.rank_plan import rank_plan
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
@@ -46,6 +47,7 @@ from penstock.runner.remote_blocks import RemoteBlocks
 from penstock.runner.restored import RestoredOutside, Restorer
 from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
+from penstock.runner.stage_storage import StageStorage
 from penstock.runner.storage import Storage
 
 if TYPE_CHECKING:
@@ -89,10 +91,11 @@ def make_rank(
     storage of `like`.
 
     Raises: ConfigError for settings that do not fit each other."""
+    whole, plan = plan, rank_plan(plan, rank, config.execution.tensor_parallel_size)
     num_own = len(plan.own_groups)
     assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
     keeping = keeping_of(config)
-    make_storage: Callable[..., Storage] = Storage
+    make_storage: Callable[..., Storage] = partial(StageStorage, whole=whole.groups) if plan.stages else Storage
     num_slabs = plan.num_slabs
     if config.cache.kv_allocator == "virtual":  # the plan counts memory; the rank needs addresses
         make_storage = LazyStorage

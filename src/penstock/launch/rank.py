@@ -94,7 +94,10 @@ def build_rank(
                 grammars.compiler()
     comm = comm_of(spec)
     if comm is not None:
-        os.close(spec.exchange)  # it is mapped, and none of those that this process starts should have it
+        for (
+            fd
+        ) in spec.links.descriptors:  # they are mapped, and none of those that this process starts should have them
+            os.close(fd)
     parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison, rank=spec.rank)
     rank.packed_file = packed_file

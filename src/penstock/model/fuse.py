@@ -115,7 +115,9 @@ def _selection(graph: Graph) -> None:
     """What leads to selected rows and to nothing else is done for those rows: all that comes behind the last keys and
     values. Of a prompt's tokens one is selected as a rule, of a chunk that more follows none."""
     keeping = {node.layer for node in graph.nodes if node.op in ("write_kv", "write_kept")}
-    select = next(node for node in graph.nodes if node.op == "select")
+    select = next((node for node in graph.nodes if node.op == "select"), None)
+    if select is None:  # a stage of a pipeline
+        return
     only = {id(select)}
     read_by: dict[int, list[int]] = {}
     for node in graph.nodes:

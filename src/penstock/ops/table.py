@@ -42,6 +42,9 @@ CONTRACTS: tuple[OpContract, ...] = (
                "the ranks (parallel.comm.Comm); widths", "[T, sum of widths]"),
     OpContract("merge", "attention to all tokens, of a rank's heads, of what ranks found (parallel.shard)",
                "parts [T, H*(W+2)]", "the ranks; H; W; pairwise; sinks [H/ranks] or None", "[T, H/ranks * W]"),
+    OpContract("send", "gives rows to the next stage (parallel.stages)", "x [T, N]", "a parallel.pipe.SharedChannel",
+               "None"),
+    OpContract("receive", "rows of the stage before", "", "a parallel.pipe.SharedChannel", "[T, N]"),
     OpContract("adapt", "what the adapter of each token makes of a product (ops.adapters)",
                "x [T, K], which was multiplied; y [T, N], what came of it; step", "name of the weight", "[T, N]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
@@ -208,8 +211,9 @@ CONTRACTS: tuple[OpContract, ...] = (
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)
-BESIDE = frozenset({"attention", "adapt", "gather", "merge"})
-"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the others."""
+BESIDE = frozenset({"attention", "adapt", "gather", "merge", "send", "receive"})
+"""In no table: an AttentionBackend computes the first, `ops.adapters` the second, `parallel.comm` the third, native
+kernels alone the others."""
 
 
 class OpTable(Mapping[str, Op]):

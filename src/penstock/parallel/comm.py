@@ -11,7 +11,9 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -39,10 +41,12 @@ class Comm(Protocol):
     Attributes:
         rank, size: which of how many.
         exchange: where native kernels gather, an object with an `address`; None: they cannot.
+        pipe: the rank's place in a pipeline; None: it has a part of every layer.
     """
 
     rank: int
     size: int
+    pipe: Pipe | None
 
     @property
     def exchange(self) -> SharedExchange | None: ...
@@ -52,16 +56,49 @@ class Comm(Protocol):
         ...
 
 
+class RowPassage(Protocol):
+    """Rows go through it to the next stage (`parallel.pipe.SharedChannel`)."""
+
+    @property
+    def address(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One rank's place in a pipeline.
+
+    Attributes:
+        stage: its number. `starts`: [stages + 1], the first layer of each stage, and how many layers there are.
+        inner: with the ranks of the same stage; None: the stage has one rank.
+        before, behind: from the stage before, and to the one behind.
+        parts: into so many parts a step falls at most; 0: as many as stages, where it has rows enough.
+    """
+
+    stage: int
+    starts: tuple[int, ...]
+    inner: Comm | None
+    before: RowPassage | None
+    behind: RowPassage | None
+    parts: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.starts[self.stage], self.starts[self.stage + 1])
+
+    def stage_of(self, layer: int) -> int:
+        return bisect_right(self.starts, layer) - 1
+
+
 class SharedExchange:
     """`pst_exchange` over memory that several processes have mapped. See `ops.native.program.NativeOp`."""
 
     def __init__(self, fd: int, rank: int, size: int, slot_bytes: int, spin_us: int) -> None:
         """Mapped as long as this lives, without a descriptor, which `mmap.mmap` would keep."""
-        num_bytes = shared_bytes(size, slot_bytes)
-        start = _LIBC.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if start in (None, _FAILED):
-            raise EngineError(f"memory for {size} ranks cannot be mapped: {os.strerror(ctypes.get_errno())}")
-        weakref.finalize(self, _LIBC.munmap, start, num_bytes).atexit = False  # threads may still look at it
+        start = mapped(self, fd, shared_bytes(size, slot_bytes))
         self.struct = Exchange(start, rank, size, slot_bytes, spin_us, 0)
         self._lines = (RankLine * size).from_address(start)
 
@@ -78,6 +115,19 @@ class SharedExchange:
         """Parts of other ranks that a rank has merged with its own, one behind the other (`PST_MERGE`)."""
         return int(self._lines[rank].merged)
 
+    def waited_s(self, rank: int) -> float:
+        """Seconds that a rank has waited in gathers until the others had come."""
+        return int(self._lines[rank].waited) / 1e9
+
+
+def mapped(owner: object, fd: int, num_bytes: int) -> int:
+    """The address of shared memory, mapped as long as `owner` lives. Raises: EngineError."""
+    start: int | None = _LIBC.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if start is None or start == _FAILED:
+        raise EngineError(f"memory that ranks share cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    weakref.finalize(owner, _LIBC.munmap, start, num_bytes).atexit = False  # threads may still look at it
+    return start
+
 
 def shared_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     """Of the memory that `size` ranks share."""
@@ -88,8 +138,13 @@ def shared_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
 def shared_memory(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     """A descriptor of memory for `size` ranks. It has no name, so whoever is killed leaves nothing behind, and is no
     part of /dev/shm, whose size containers bound."""
+    return unnamed_memory(shared_bytes(size, slot_bytes))
+
+
+def unnamed_memory(num_bytes: int) -> int:
+    """See `shared_memory`."""
     fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
-    os.ftruncate(fd, shared_bytes(size, slot_bytes))
+    os.ftruncate(fd, num_bytes)
     return fd
 
 
@@ -97,14 +152,26 @@ class SharedComm:
     """Ranks of one machine over `shared_memory`, in processes or threads; native kernels gather by themselves."""
 
     def __init__(
-        self, fd: int, rank: int, size: int, *, slot_bytes: int = SLOT_BYTES, spin_us: int = SPIN_US
+        self, fd: int, rank: int, size: int, *, slot_bytes: int = SLOT_BYTES, spin_us: int = SPIN_US,
+        pipe: Pipe | None = None,
     ) -> None:  # fmt: skip
         """`fd` stays the caller's."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.pipe = rank, size, pipe
         self.exchange = SharedExchange(fd, rank, size, slot_bytes, spin_us)
 
     def gather(self, x: F32, widths: Sequence[int]) -> F32:
         raise AssertionError("native kernels gather by themselves; no other operations run on several ranks")
+
+
+class OneRank:
+    """Whoever shares layers with nobody."""
+
+    rank, size = 0, 1
+    exchange: SharedExchange | None = None
+    pipe: Pipe | None = None
+
+    def gather(self, x: F32, widths: Sequence[int]) -> F32:
+        raise AssertionError("it has all columns")
 
 
 class LocalGroup:
@@ -122,7 +189,7 @@ class LocalGroup:
 class LocalComm:
     """One rank of a `LocalGroup`."""
 
-    exchange = None
+    exchange = pipe = None
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size

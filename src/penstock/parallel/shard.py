@@ -75,7 +75,7 @@ class _Shard:
     def __init__(
         self, graph: Graph, groups: Sequence[CacheGroup], comm: Comm, sums: bool, whole_experts: bool, pairwise: bool
     ) -> None:  # fmt: skip
-        self._graph, self._comm, self._sums = graph, comm, sums
+        self._graph, self.comm, self._sums = graph, comm, sums
         self._whole_experts, self._pairwise = whole_experts, pairwise
         self._made: dict[int, _Made] = {}
         self.nodes: list[Node] = []
@@ -98,10 +98,10 @@ class _Shard:
             for value in node.inputs:
                 maker = _product_of(value)
                 if maker is not None and maker.out is not None and value.heads:
-                    if node.bound[0] in self._by_tokens and value.heads % self._comm.size:
+                    if node.bound[0] in self._by_tokens and value.heads % self.comm.size:
                         continue
-                    ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
-                    if value.heads < self._comm.size and not self._only_attended(maker):
+                    ranges = head_ranges(value.heads, value.width // value.heads, self.comm.size)
+                    if value.heads < self.comm.size and not self._only_attended(maker):
                         continue
                     if maker.out.width == value.width and found.setdefault(id(maker), ranges) != ranges:
                         del found[id(maker)]
@@ -124,7 +124,7 @@ class _Shard:
         return self._wanted[id(node)] if id(node) in self._wanted else self._even(node.bound[0].shape[0])
 
     def _even(self, rows: int) -> Ranges:
-        return output_ranges(rows, self._comm.size, UNIT, LEAST_ROWS)
+        return output_ranges(rows, self.comm.size, UNIT, LEAST_ROWS) if self.comm.size > 1 else ()
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class _Shard:
             own = made.own.view(0, made.own.width)
             widths = tuple(last - first for first, last in made.ranges)
             assert [r[0] for r in made.ranges[1:]] == [r[1] for r in made.ranges[:-1]], "every column is of one rank"
-            node = Node("gather", [own], (self._comm, widths), layer=made.own.maker.layer)
+            node = Node("gather", [own], (self.comm, widths), layer=made.own.maker.layer)
             node.out = made.whole = result_of(node, value.name)
             self.nodes.append(node)
         assert made.whole is not None
@@ -149,7 +149,7 @@ class _Shard:
         """This rank's columns of `value`; None if they are not there and all of them are not, either."""
         if value.maker is None:
             return None
-        made, (first, last) = self._made[id(value.maker)], ranges[self._comm.rank]
+        made, (first, last) = self._made[id(value.maker)], ranges[self.comm.rank]
         if value.heads is not None and not _whole_heads(ranges, value.width // value.heads):
             return None
         heads = None if value.heads is None else value.heads * (last - first) // value.width
@@ -177,7 +177,7 @@ class _Shard:
         if node.op in ("write_kv", "attention") and node.bound[0] in self._split:
             self._attention(node)
             return
-        if node.op == "experts" and self._comm.exchange is not None and self._experts(node):
+        if node.op == "experts" and self.comm.exchange is not None and self._experts(node):
             return
         if node.op in ("write_kv", "attention") and node.bound[0] in self._by_tokens:
             self._attention_by_tokens(node)
@@ -199,7 +199,7 @@ class _Shard:
         self._whole(node)
 
     def _linear(self, node: Node, ranges: Ranges) -> None:
-        first, last = ranges[self._comm.rank]
+        first, last = ranges[self.comm.rank]
         weight, *bias = node.bound
         self.rows[node.weights[0]] = (first, last)
         bound = (rows_of(weight, first, last), *(None if b is None else b[first:last] for b in bias))
@@ -210,7 +210,7 @@ class _Shard:
 
     def _experts(self, node: Node) -> bool:
         """Some outputs of every expert, or some experts, as native kernels exchange them; False: too few outputs."""
-        weights, comm, named = node.bound[0], self._comm, dict(node.named)
+        weights, comm, named = node.bound[0], self.comm, dict(node.named)
         outputs: Ranges = ()
         if self._whole_experts:
             ranges = expert_ranges(len(weights), comm.size)
@@ -234,16 +234,16 @@ class _Shard:
         own = self.own(node.inputs[0], ranges)
         if own is None:
             return False
-        (first, last), bias = ranges[self._comm.rank], node.bound[1:]
-        bound = (np.ascontiguousarray(weight[:, first:last]), *(bias if self._comm.rank == 0 else ()))
+        (first, last), bias = ranges[self.comm.rank], node.bound[1:]
+        bound = (np.ascontiguousarray(weight[:, first:last]), *(bias if self.comm.rank == 0 else ()))
         part = replace(node, inputs=[own], bound=bound, weights=node.weights[: len(bound)], more={})
         part.out = replace(node.out, maker=part)
-        gathered = Node("gather", [part.out], (self._comm, (node.out.width,) * self._comm.size), layer=node.layer)
+        gathered = Node("gather", [part.out], (self.comm, (node.out.width,) * self.comm.size), layer=node.layer)
         gathered.out = result_of(gathered, node.out.name)
         assert gathered.out is not None
         self.nodes += [part, gathered]
         total = gathered.out.view(0, node.out.width)
-        for rank in range(1, self._comm.size):
+        for rank in range(1, self.comm.size):
             more = gathered.out.view(rank * node.out.width, node.out.width)
             add = Node("add", [total, more], layer=node.layer)
             add.out = total = Value(add, node.out.width, node.out.rows, name=node.out.name)
@@ -255,7 +255,7 @@ class _Shard:
         parts = []
         for value in node.inputs:
             assert value.heads
-            ranges = head_ranges(value.heads, value.width // value.heads, self._comm.size)
+            ranges = head_ranges(value.heads, value.width // value.heads, self.comm.size)
             part = self.own(value, ranges)
             if part is None:
                 self.whole(value)
@@ -266,9 +266,9 @@ class _Shard:
             self._add(node, parts, ())
             return
         assert node.out.heads
-        out = head_ranges(node.out.heads, node.out.width // node.out.heads, self._comm.size)
+        out = head_ranges(node.out.heads, node.out.width // node.out.heads, self.comm.size)
         dim = node.out.width // node.out.heads
-        first, last = (column // dim for column in out[self._comm.rank])
+        first, last = (column // dim for column in out[self.comm.rank])
         named = dict(node.named)
         for name in ("slopes", "sinks"):
             if named.get(name) is not None:
@@ -277,7 +277,7 @@ class _Shard:
 
     def _attention_by_tokens(self, node: Node) -> None:
         """Every rank writes what is its own of whole keys and values, and reads it with whole queries."""
-        comm = self._comm
+        comm = self.comm
         inputs, named = [self.whole(v) for v in node.inputs], node.named | {"share": (comm.size, comm.rank)}
         if node.out is None:
             self._add(node, inputs, (), named=named)
@@ -303,7 +303,7 @@ class _Shard:
         if node.op not in ("rms_norm", "layer_norm") or x.heads is None:
             return {}
         dim = x.width // x.heads
-        first, last = (column // dim for column in ranges[self._comm.rank])
+        first, last = (column // dim for column in ranges[self.comm.rank])
         bound = tuple(b[first:last] if isinstance(b, np.ndarray) and b.ndim == 2 else b for b in node.bound)
         return {"bound": bound}
 
@@ -320,7 +320,7 @@ class _Shard:
             made.out = replace(node.out, maker=made)
             self._made[id(node)] = _Made(width, whole=made.out)
             return
-        first, last = ranges[self._comm.rank]
+        first, last = ranges[self.comm.rank]
         own_heads = None if heads is None else heads * (last - first) // width
         made.out = replace(node.out, maker=made, width=last - first, heads=own_heads)
         self._made[id(node)] = _Made(width, made.out, ranges)
@@ -365,22 +365,29 @@ def split_groups(graph: Graph, groups: Sequence[CacheGroup]) -> set[int]:
 
 
 def shard(
-    graph: Graph, groups: Sequence[CacheGroup], comm: Comm, *, sums: bool = False, whole_experts: bool = False,
+    graph: Graph,
+    groups: Sequence[CacheGroup],
+    comm: Comm,
+    *,
+    sums: bool = False,
+    whole_experts: bool = False,
     pairwise: bool = False,
+    body: Comm | None = None,
 ) -> tuple[Graph, Mapping[str, tuple[int, int]]]:
     """What this rank runs of `graph`, and the rows of each weight that it has, where it has not all of them.
 
     `groups`: of the rank (`plan.ranks.ranked_groups`). `sums`: products whose inputs ranks have parts of are split by
     inputs, where weights are plain numbers. `whole_experts`: each rank has some experts of a mixture, not some outputs
     of all; every layer has one for each rank at least. `pairwise`: what ranks found of tokens is merged as in a tree,
-    where their number is a power of two.
+    where their number is a power of two. `body`: with the ranks that share the layers, if not all do; the head is
+    shared out to all.
     """
-    made = _Shard(graph, groups, comm, sums, whole_experts, pairwise)
+    made = _Shard(graph, groups, body or comm, sums, whole_experts, pairwise)
     head = 0
     for i, node in enumerate(graph.nodes):
         if i == graph.head:
             made.whole(graph.hidden)
-            head = len(made.nodes)
+            made.comm, head = comm, len(made.nodes)
         made.node(node)
     residuals = tuple(made.whole(v) for v in graph.residuals) if graph.residuals else ()
     hidden, logits = made.whole(graph.hidden), made.whole(graph.logits)

@@ -56,7 +56,7 @@ def _own_memory(config: EngineConfig, groups: Sequence[CacheGroup], block_size: 
     """Why adapters have memory of their own; empty: they have none."""
     if not config.lora.enable_lora or config.lora.lora_memory is not None:
         return "it was given"
-    if config.execution.tensor_parallel_size > 1:
+    if config.execution.num_ranks > 1:
         return "each rank has its part of adapters beside its part of the weights"
     if config.execution.device not in ("auto", "cpu") or config.execution.ops not in _OPS:
         return "adapters share blocks with keys and values on the CPU's own kernels alone"

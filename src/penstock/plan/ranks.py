@@ -97,7 +97,7 @@ def ranks_of_host(host: int, ranks: int, hosts: int) -> range:
 
 def ranks_here(config: EngineConfig) -> int:
     """Ranks that share this host with each other."""
-    return max(1, config.execution.tensor_parallel_size // config.execution.nnodes)
+    return max(1, config.execution.num_ranks // config.execution.nnodes)
 
 
 def check_hosts(config: EngineConfig) -> None:
@@ -125,6 +125,11 @@ def check_hosts(config: EngineConfig) -> None:
             f"node_rank: the engine is on the host with node_rank 0; this one runs penstock serve MODEL --headless "
             f"--node-rank {run.node_rank}",
             field="node_rank",
+        )
+    if run.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "pipeline_parallel_size: stages pass rows on in the memory of one host; leave it away, or nnodes",
+            field="pipeline_parallel_size",
         )
     given = {
         "enable_lora": config.lora.enable_lora, "plugin": run.plugin is not None,

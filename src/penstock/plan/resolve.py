@@ -32,6 +32,7 @@ from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_w
 from penstock.plan.modules import check_modules
 from penstock.plan.positions import rope_decision
 from penstock.plan.ranks import check_ranks, rank_bytes, rank_machine, ranked_groups, whose_experts
+from penstock.plan.stages import stage_share, stage_starts, stages_said, widest_groups
 from penstock.plan.weights import (
     NO_CODES,
     StoredFormats,
@@ -52,8 +53,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_slabs[g]` is the number of slabs of `groups[g]`: blocks of `block_size` tokens for paged and window groups,
     states of one sequence for slot groups. `kv_capacity_tokens`: tokens all sequences together can have (those that
-    left every window included). `kv_bytes`: the sum over groups of slabs x slab bytes. `step_tokens`: tokens of one
-    sequence that steps in flight, and the one being planned, may have between them. `held`, `weight_bytes`: of the
+    left every window included). `kv_bytes`: the sum over groups of slabs x slab bytes, of the stage that keeps most.
+    `stages`: the first layer of each, and how many there are. `step_tokens`: tokens of one sequence that steps in
+    flight, and the one being planned, may have between them. `held`, `weight_bytes`: of the
     model itself; `drafts` have theirs, and say which of `groups` are theirs. Units: tokens and bytes as named.
     """
 
@@ -75,6 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[DraftPlan, ...] = ()
     held: HeldWeights = HeldWeights()
     packed_weights: str = "copied"
+    stages: tuple[int, ...] = ()
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
@@ -108,6 +111,7 @@ def resolve(
     """
     decisions = _Decisions()
     check_ranks(config, spec)
+    stages = stage_starts(config, spec)
     machine = rank_machine(config, machine)
     if keeping is not None:
         check_keeping(config, spec, keeping)
@@ -118,9 +122,9 @@ def resolve(
     for away, decision in experts_in_memory(config, spec, held, traits):
         weight_bytes -= away
         decisions.extend([decision])
-    ranks = config.execution.tensor_parallel_size
+    resident = resident_bytes(config, weight_bytes, traits, keeping)
     in_memory = rank_bytes(
-        spec, held, resident_bytes(config, weight_bytes, traits, keeping), ranks,
+        spec, held, int(resident * stage_share(spec, stages)), config.execution.tensor_parallel_size,
         whole_experts=config.execution.enable_expert_parallel,
     )  # fmt: skip
     check_weights(in_memory, held, spec, machine)
@@ -156,7 +160,8 @@ def resolve(
     all_weights = check_draft_weights(in_memory, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)
-    sizes = sizes_of(config, groups, step_tokens, keeping)
+    kept = (*widest_groups(own, stages), *groups[len(own) :])
+    sizes = sizes_of(config, kept, step_tokens, keeping)
     demand = Demand(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -173,7 +178,7 @@ def resolve(
     budget = budget_for(config.cache, all_weights, machine, sizes, demand)
     memory = plan_memory(config.cache, sizes, demand, budget)
     num_slabs = sizes.per_group(memory.num_blocks, memory.num_slots, memory.window_blocks)
-    kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, groups, strict=True))
+    kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, kept, strict=True))
     if sizes.block_bytes:
         capacity = memory.num_blocks * block_size
         if keeping is not None:  # one of that length fits, for it gives tokens up on its way
@@ -188,10 +193,11 @@ def resolve(
             "kv_cache_memory_bytes", kv_bytes,
             f"at most, taken a little ahead of use; the limit is {budget.why}",
         )  # fmt: skip
-    if ranks > 1:
+    if config.execution.num_ranks > 1:
         why_whose += f"; {experts}" if (experts := whose_experts(config, spec)) else ""
         why = f"each holds about {gib(in_memory)} of weights, and up to {gib(kv_bytes)} of keys and values"
-        decisions.add("tensor_parallel_size", ranks, f"{why}; {why_whose}")
+        field, why = config.execution.ranks_field, f"{why}; {'; '.join(filter(None, (stages_said(stages), why_whose)))}"
+        decisions.add(field, getattr(config.execution, field), why)
     _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)
     return Plan(
         dtype=dtype,
@@ -208,7 +214,8 @@ def resolve(
         held=held,
         packed_weights=packed_weights.value,
         kv_bytes=kv_bytes,
-        num_host_slabs=_host_slabs(config, groups, memory.max_num_seqs, max_model_len, decisions),
+        stages=stages,
+        num_host_slabs=_host_slabs(config, kept, memory.max_num_seqs, max_model_len, decisions),
         step_tokens=step_tokens,
         decisions=tuple(decisions),
         drafts=planned,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.backend import AdapterRoom, Backend
@@ -18,6 +18,7 @@ from penstock.model.restoring import restoring
 from penstock.ops.draws import StartingKernel
 from penstock.ops.plan import Planes
 from penstock.ops.stored import Weight
+from penstock.plan.stages import stage_groups
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.restored import RESTORED_TOKENS
@@ -69,9 +70,20 @@ class DecoderModel:
             return graph, {}
         from penstock.parallel.shard import shard  # one rank needs nobody
 
-        return shard(
-            graph, self.groups, self.comm, sums=self.sums, whole_experts=self.whole_experts, pairwise=self.pairwise
-        )
+        of_rank = partial(shard, sums=self.sums, whole_experts=self.whole_experts, pairwise=self.pairwise)
+        if (pipe := self.comm.pipe) is None:
+            return of_rank(graph, self.groups, self.comm)
+        from penstock.parallel.comm import OneRank
+        from penstock.parallel.stages import stage_of
+
+        graph = stage_of(graph, self.groups, self.comm, pipe)
+        return of_rank(graph, self.own_groups, self.comm, body=pipe.inner or OneRank())
+
+    @property
+    def own_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups, with the layers that this rank has."""
+        pipe = None if self.comm is None else self.comm.pipe
+        return self.groups if pipe is None else stage_groups(self.groups, pipe.layers)
 
     def on(
         self, backend: Backend, *, max_tokens: int, quantization: str = "none",
@@ -80,7 +92,7 @@ class DecoderModel:
     ) -> Forward:  # fmt: skip
         """`rank_groups`: all of the rank's, if others' follow its own. The rest: see `Backend.compile`."""
         return backend.compile(
-            self.graph, tuple(rank_groups) or self.groups, max_tokens=max_tokens, quantization=quantization,
+            self.graph, tuple(rank_groups) or self.own_groups, max_tokens=max_tokens, quantization=quantization,
             matrices=matrices, adapters=adapters,
         )  # fmt: skip
 
@@ -89,7 +101,7 @@ class DecoderModel:
         rank_groups: Collection[CacheGroup] = (),
     ) -> Forward:  # fmt: skip
         """The model without all layers but these, over the weights of `whole`, which are not held twice."""
-        groups = tuple(rank_groups) or self.groups
+        groups = tuple(rank_groups) or self.own_groups
         return backend.compile(self.graph.copy(layers), groups, max_tokens=max_tokens, like=whole)
 
     def restoring(self, backend: Backend, whole: Forward, planes: Sequence[Planes]) -> Forward:

@@ -149,6 +149,8 @@ class RowStore:
         Costs a walk over every table: for tests.
         """
         for g, group in enumerate(self.groups):
+            if not group.layers:  # they are on other stages
+                continue
             owner: dict[int, int] = {}
             for job in scheduled:
                 end = self.num_blocks(g, job.start + job.num_tokens + job.num_drafts)

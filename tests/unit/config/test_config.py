@@ -66,6 +66,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
         "context_parallel_size": 1, "context_parallel_reduce": "flat",
+        "pipeline_parallel_size": 1, "pipeline_microbatches": None,
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "memory_bytes": None, "offload_rates": "auto", "weight_memory_bytes": None, "weight_prefetch": 1,
@@ -361,7 +362,7 @@ def test_the_model_may_be_positional() -> None:
     [
         (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
         (["--dtype", "fp9"], "--dtype: must be one of"),
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size: running one model on several devices"),
+        (["--nnodes", "2"], "--nnodes: running one model on several devices"),
         (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
         (["--context-length", "0"], "--context-length: must be at least 1, not 0"),
         (["-c", "9", "--max-model-len", "8"], "--ctx-size: is another engine's name for max_model_len, which is given"),

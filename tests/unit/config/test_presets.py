@@ -85,7 +85,7 @@ def test_where_the_survey_says_yes_the_settings_do_or_a_note_says_what_is_lackin
         elif column in PARALLEL and said == "yes":
             absent = column in notes.partition("not yet switched on: ")[2]
             assert absent != (f"give {PARALLEL[column]}: over how many ranks" in notes)
-            assert absent == (column == "pipeline parallel")
+            assert not absent
         elif column == "offload" and said == "yes":
             assert columns[column] != "no" or "nothing is offloaded without swap_space" in notes
         elif column == "offload":
@@ -124,4 +124,5 @@ def test_the_page_says_of_each_what_it_does_and_what_it_leaves_out() -> None:
     text = page([line], {"work": work, "rounds": 2, "machine": "M", "model": "nano"})
     assert "| orca | 1; 1.00 | 2; 1.00 | 3; 1.00 | 4; 1.00 | yes |" in text
     assert "`orca`: requests come and go at every step" in text
-    assert "Not yet switched on: pipeline parallel. Give tensor_parallel_size: over how many ranks;" in text
+    assert "Give tensor_parallel_size: over how many ranks;" in text
+    assert "Give pipeline_parallel_size: over how many ranks;" in text

@@ -53,6 +53,20 @@ class Emitted:
     tokens_read: npt.NDArray[np.int64]
     """[2], counted as they run: tokens that rehearsals chose, each for a kv head, and those they might have chosen."""
     experts: list[ExpertCall]
+    split: Split | None = None
+
+
+class Split(NamedTuple):
+    """Of one stage of a pipeline: `ops[:end]` may run for parts of a step, in turn.
+
+    `own`: the register of what the stage gives to the hidden states that all ranks get, -1: nothing. `most`, `least`:
+    how many parts there are, and tokens that each has.
+    """
+
+    end: int
+    own: int
+    most: int
+    least: int
 
 
 def matrix_name(run: list[Part]) -> str:
@@ -111,8 +125,17 @@ def emit(
         ends.append(len(e.ops))
     return Emitted(
         e.ops, e.labels, e.layout, ends[graph.head], e.register(graph.hidden), e.register(graph.logits),
-        layer_bounds(graph, ends), e.queries, e.tokens_read, e.experts,
+        layer_bounds(graph, ends), e.queries, e.tokens_read, e.experts, _split(graph, e, ends),
     )  # fmt: skip
+
+
+def _split(graph: Graph, e: _Emitter, ends: Sequence[int]) -> Split | None:
+    """See `parallel.stages`: the last node before the head spreads hidden states."""
+    node = graph.nodes[graph.head - 1] if graph.head else None
+    if node is None or node.op != "gather" or "parts" not in node.more:
+        return None
+    own = e.register(node.inputs[0]) if node.inputs else -1
+    return Split(ends[graph.head - 1], own, node.more["parts"], node.more["least"])
 
 
 class _Emitter:
@@ -287,7 +310,7 @@ class _Emitter:
         if ranks.exchange is None:
             raise NotNativeError("ranks that share no memory")
         pointers = (ranks.exchange, np.array(widths, np.int32))
-        label, inputs = f"{ranks.rank} of {ranks.size} ranks", (self.register(node.inputs[0]),)
+        label, inputs = f"{ranks.rank} of {ranks.size} ranks", tuple(map(self.register, node.inputs))
         self._add_op(Kind.GATHER, label, inputs, self._new_home(node), pointers=pointers)
 
     def _merge(self, i: int, node: Node) -> None:
@@ -298,6 +321,12 @@ class _Emitter:
         pointers = (ranks.exchange, None if sinks is None else np.ascontiguousarray(sinks, np.float32))
         label = f"{ranks.rank} of {ranks.size} ranks"
         self._add_op(Kind.MERGE, label, inputs, out, n=(heads, dim, int(pairwise)), pointers=pointers)
+
+    def _send(self, i: int, node: Node) -> None:
+        self._add_op(Kind.SEND, "", (self.register(node.inputs[0]),), -1, pointers=node.bound)
+
+    def _receive(self, i: int, node: Node) -> None:
+        self._add_op(Kind.RECEIVE, "", (), self._new_home(node), pointers=node.bound)
 
     def _adapt(self, i: int, node: Node) -> None:
         """In place on the product: see `fuse` for those of a pair."""

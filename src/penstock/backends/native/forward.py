@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.backends.native.emit import Emitted, emit, matrix_runs
+from penstock.backends.native.parts import StepPart, parts_of
 from penstock.backends.native.schemes import alike_under, packing
 from penstock.backends.native.stacks import StackRun, stack_runs
 from penstock.base.bf16 import F32
@@ -19,13 +20,13 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.matrix_format import NONE, Scheme, is_kept
 from penstock.model.fuse import PASSES, Same, check_order, fuse
 from penstock.model.graph import Graph
-from penstock.ops.native.abi import PANEL, Kind, StepArgs
+from penstock.ops.native.abi import PANEL, Kind
 from penstock.ops.native.adapters import NativeTable
 from penstock.ops.native.matrix import Packed, matrices_at, pack
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.native.stack import pack_stack
-from penstock.ops.plan import Planes, StepPlan
+from penstock.ops.plan import I32, Planes, StepPlan
 from penstock.ops.stored import StoredMatrix, same_order
 from penstock.weights.load import release_pages
 
@@ -93,7 +94,10 @@ class NativeForward:
         self._resident = None if self._course is None else self._course.resident
         self._best, self._finite = memoryview(b""), bytearray()
         """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
-        self._memory = StepMemory(len(groups), ranks=[group.spec.ranks for group in groups])
+        self._ranks = [group.spec.ranks for group in groups]
+        self._memory, self._num_groups = StepMemory(len(groups), ranks=self._ranks), len(groups)
+        self._part_memories: list[StepMemory] = []
+        self._adapters = adapters
 
     @property
     def pool(self) -> Pool:
@@ -139,15 +143,20 @@ class NativeForward:
         """Logits [R, V] of `plan.logits_indices`, as float32. Mutates: the planes, at this step's tokens."""
         num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
         native = self._ready(num_tokens, planes)
-        self._run(native, self._memory.args(plan, plan.logits_indices), plan, self._end)
+        self._run(native, plan, plan.logits_indices, self._end)
         return native.values(self._code.logits, num_logits)
 
     def pause(self, call: Callable[[int], None] | None) -> None:
         """See `model.forward.LayeredForward`. The threads wait as they do between steps."""
         self._pause = call
 
-    def _run(self, native: NativeProgram, args: StepArgs, plan: StepPlan, end: int | None = None) -> None:
-        """From the first operation on."""
+    def _run(self, native: NativeProgram, plan: StepPlan, rows: I32, end: int | None = None) -> None:
+        """From the first operation on, with these rows."""
+        split = self._code.split
+        if split is not None and (parts := parts_of(plan, rows, split.most, split.least)):
+            self._run_parts(native, plan, rows, parts, end)
+            return
+        args = self._memory.args(plan, rows)
         if self.stops is not None:
             self.stops.run(native, args, plan, native.num_ops if end is None else end, self._pause)
             return
@@ -162,6 +171,27 @@ class NativeForward:
                 first = bound
         native.run(args, first, end)
 
+    def _run_parts(
+        self, native: NativeProgram, plan: StepPlan, rows: I32, parts: Sequence[StepPart], end: int | None
+    ) -> None:  # fmt: skip
+        """The stage's layers for one part after the other, and the head once, for all rows."""
+        split = self._code.split
+        assert split is not None
+        own = None if split.own < 0 else np.empty((len(rows), native.values(split.own, 0).shape[1]), np.float32)
+        while len(self._part_memories) < len(parts):
+            self._part_memories.append(StepMemory(self._num_groups, ranks=self._ranks))
+        for part, memory in zip(parts, self._part_memories, strict=False):
+            if self._adapters is not None:
+                self._adapters.begin(part.plan)
+            native.run(memory.args(part.plan, part.rows), 0, split.end)
+            if own is not None:
+                own[part.places] = native.values(split.own, len(part.rows))
+        if own is not None:
+            native.values(split.own, len(rows))[:] = own
+        if self._adapters is not None:
+            self._adapters.begin(plan)
+        native.run(self._memory.args(plan, rows), split.end, end)
+
     def _enter(self, k: int) -> None:
         """The weights of a stretch must be in memory from now on, those of the one before need not."""
         if self._course is not None and not self._course.enter(k):
@@ -171,7 +201,7 @@ class NativeForward:
         """See `model.forward.GreedyForward`."""
         num_logits = len(plan.logits_indices)
         native = self._ready(len(plan.token_ids), planes)
-        self._run(native, self._memory.args(plan, plan.logits_indices), plan)
+        self._run(native, plan, plan.logits_indices)
         if self._finite.find(0, 0, num_logits) < 0:
             return self._best[:num_logits].tolist()
         return native.values(self._code.logits, num_logits)
@@ -185,7 +215,7 @@ class NativeForward:
         # A row may be wanted twice, so there can be more rows than tokens.
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
         native = self._ready(max(len(plan.token_ids), len(rows)), planes)
-        self._run(native, self._memory.args(plan, rows), plan, self._code.head)
+        self._run(native, plan, rows, self._code.head)
         hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)

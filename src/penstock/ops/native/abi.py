@@ -13,6 +13,7 @@ PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
 LINES_BYTES = 4096
+CHANNEL_BYTES = 128
 RELAY_VERSION = 1
 RELAY_HEAD = 16
 
@@ -134,6 +135,8 @@ class Kind(IntEnum):
     GATHER = 58
     ADAPT = 60
     ATTEND_TEXT = 61
+    SEND = 62
+    RECEIVE = 63
     MERGE = 64
     ATTEND_PART = 65
 
@@ -270,6 +273,26 @@ class SharedExperts(c.Structure):
         ("exchange", c.c_void_p),
         ("widths", c.c_void_p),
         ("experts", c.c_void_p),
+    )
+
+
+class StageChannelEnd(c.Structure):
+    _fields_ = (
+        ("turn", c.c_uint32),
+        ("sleepers", c.c_uint32),
+        ("pieces", c.c_uint64),
+        ("bytes", c.c_uint64),
+        ("waited", c.c_uint64),
+        ("unused", c.c_uint64 * 4),
+    )
+
+
+class StageChannel(c.Structure):
+    _fields_ = (
+        ("memory", c.c_void_p),
+        ("slots", c.c_int32),
+        ("spin_us", c.c_int32),
+        ("slot_bytes", c.c_int64),
     )
 
 
