@@ -357,6 +357,13 @@ class ExecutionConfig(Section):
         minimum=1,
         maximum=64,
     )
+    data_parallel_size: int = setting(
+        1,
+        "Engines of the same model behind one server, each with a whole model and KV memory of its own; route_policy "
+        "chooses between them. What one of them had goes on with the others when it ends.",
+        minimum=1,
+        maximum=64,
+    )
     tensor_parallel_sums: bool = setting(
         False,
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "
@@ -505,6 +512,8 @@ class EngineConfig:
             )
         if self.execution.tensor_parallel_size > 1:
             self._check_ranks()
+        if self.execution.data_parallel_size > 1:
+            self._check_replicas()
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:
@@ -540,6 +549,17 @@ class EngineConfig:
             raise ConfigError(
                 f"{name}: it does not go together with tensor_parallel_size {run.tensor_parallel_size} yet; leave one "
                 "of both away",
+                field=name,
+            )
+
+    def _check_replicas(self) -> None:
+        given = {
+            "kv_offload": offload_of(self.cache.kv_offload) is not None,
+            "finetune_root": self.lora.finetune_root is not None,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ConfigError(
+                f"{name}: engines of one server do not share it yet; leave it away, or data_parallel_size",
                 field=name,
             )
 

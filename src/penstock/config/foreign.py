@@ -82,6 +82,8 @@ ALIASES: dict[str, SameName] = {
     # vLLM's short forms, SGLang
     "tp": SameName("tensor_parallel_size", ("-tp",)),
     "tp_size": SameName("tensor_parallel_size"),
+    "dp": SameName("data_parallel_size", ("-dp",)),
+    "dp_size": SameName("data_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -149,7 +151,6 @@ _add(
 )  # fmt: skip
 _add("running one model on several devices isn't in this version; leave it away",
      "enable_expert_parallel/-ep enable_eplb sharded", False, switch=True)  # fmt: skip
-_add("running several replicas isn't in this version; use 1", "data_parallel_size/-dp dp_size", 1)
 _add("adapters are PEFT folders, named with lora_modules: name=path", "lora lora_adapters lora_scaled")
 _add("images and sound aren't in this version; leave it away", "mmproj mmproj_url limit_mm_per_prompt "
      "mm_processor_kwargs allowed_media_domains allowed_local_media_path")  # fmt: skip

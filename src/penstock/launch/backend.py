@@ -95,7 +95,9 @@ def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
 
 def backend_of(config: EngineConfig) -> Backend:
     """As `ops` says, with the settings' threads."""
-    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // config.execution.tensor_parallel_size))
+    run = config.execution
+    sharers = run.tensor_parallel_size * run.data_parallel_size
+    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // sharers))
 
 
 def packed_weights(

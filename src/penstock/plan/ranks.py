@@ -48,7 +48,7 @@ def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
 
 def rank_machine(config: EngineConfig, machine: Machine) -> Machine:
     """One rank's share of the machine: all ranks are on it."""
-    size = config.execution.tensor_parallel_size
+    size = config.execution.tensor_parallel_size * config.execution.data_parallel_size
     return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // size)
 
 
