@@ -53,6 +53,11 @@ _OPTIONS: dict[str, str | None] = {
     name: f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty")
 } | {"max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty", "timeout": None,
      "priority": None}  # fmt: skip
+_TGI: dict[str, str | None] = {
+    name: f"parameters.{name}" for name in ("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty",
+                                            "frequency_penalty")
+} | {"max_tokens": "parameters.max_new_tokens", "min_p": None, "presence_penalty": None, "timeout": None,
+     "priority": None}  # fmt: skip
 _LLAMA: dict[str, str | None] = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 GREEDY = {"temperature": 0}
 
@@ -92,6 +97,11 @@ FRONTS = {
         Front(
             "/infill", {"input_prefix": ONCE, "input_suffix": " the end", "n_predict": 6, **GREEDY}, _LLAMA,
             text=lambda body: str(body["content"]), piece=lambda event: str(event["content"]), prompt="input_prefix",
+        ),
+        Front(
+            "/generate", {"inputs": ONCE, "parameters": {"max_new_tokens": 6}}, _TGI, prompt="inputs",
+            text=lambda body: str(body["generated_text"]), error=lambda body: str(body["error"]),
+            piece=lambda event: "" if event["token"]["special"] else str(event["token"]["text"]),
         ),
     )
 }  # fmt: skip

@@ -80,6 +80,7 @@ FRONTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "ollama": ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 6, "temperature": 0}},
                lambda a: a["response"]),
     "llama_server": ("/completion", {"prompt": "Hi", "n_predict": 6}, lambda a: a["content"]),
+    "tgi": ("/generate", {"inputs": "Hi", "parameters": {"max_new_tokens": 6}}, lambda a: a["generated_text"]),
     "decisions": (
         "/v1/decisions",
         {"input": "Hi", "questions": [{"type": "predicate", "name": "urgent", "instructions": "Is this urgent?"}]},
@@ -92,7 +93,7 @@ FRONTS: dict[str, tuple[str, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("front", FRONTS)
 def test_J25_every_front_end_takes_an_adapter_for_a_model(served: httpx.Client, front: str) -> None:
     path, body, read = FRONTS[front]
-    sampling = {} if front in ("ollama", "embeddings", "decisions") else {"temperature": 0}
+    sampling = {} if front in ("ollama", "tgi", "embeddings", "decisions") else {"temperature": 0}
     found = {}
     for name in ("nano", "tales", "poems"):
         answer = served.post(path, json={"model": name, **sampling, **body})

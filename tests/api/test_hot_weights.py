@@ -81,6 +81,7 @@ FRONTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "ollama": ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 4}},
                lambda a: [a["weight_version"]]),
     "llama_server": ("/completion", {"prompt": "Hi", "n_predict": 4}, lambda a: [a["weight_version"]]),
+    "tgi": ("/generate", {"inputs": "Hi", "parameters": {"max_new_tokens": 4}}, lambda a: [a["weight_version"]]),
 }  # fmt: skip
 
 

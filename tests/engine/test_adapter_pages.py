@@ -27,7 +27,7 @@ from penstock.plan.keeping import groups_of
 from penstock.runner import paged_adapters
 from penstock.runner.paged_adapters import unit_pieces
 from tests import specs
-from tests.adapting import made, nano, nano_folder
+from tests.adapting import made, nano, nano_folder, nano_shapes
 from tests.engine.fake_model import spec as fake_spec
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, plain_core, real_engine, request
 from tests.engine.naive import generate
@@ -313,3 +313,27 @@ def test_J26_an_adapter_that_leaves_no_room_is_refused_at_the_door(tmp_path: Pat
     with pytest.raises(InputError, match=r"by the size of the KV cache this model's maximum context length is 32"):
         fitting.generate(long, params, lora_request=asked)  # type: ignore[arg-type]
     assert fitting.generate(long, params)[0].outputs[0].token_ids  # type: ignore[arg-type]
+
+
+def test_J26_by_default_there_is_room_for_as_many_adapters_as_may_run_at_once(tmp_path: Path) -> None:
+    """Of the largest rank, on every product: beside what the sequences need."""
+    targets = tuple({module.rpartition(".")[2] for module in nano_shapes()})
+    asked = [
+        LoRARequest(f"a{i}", 1 + i, str(nano_folder(tmp_path / f"a{i}", i, rank=16, targets=targets))) for i in range(3)
+    ]
+    how: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16, "max_num_seqs": 3}
+    llm = LLM(nano(), ops="ref", max_model_len=64, block_size=16, **how)
+    running: list[int] = []
+    core, inner = llm._engine.core, llm._engine.core.step
+
+    def step() -> Any:
+        out = inner()
+        running.append(len(core.scheduler.running))
+        return out
+
+    core.step = step  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for _ in range(2):
+        llm.generate(["Once", "There", "Then"], params, lora_request=asked)
+    assert core.stats.counters()["num_adapters_given_up"] == 0
+    assert running.count(3) >= 8

@@ -8,8 +8,11 @@ from penstock.config import EngineConfig
 from penstock.core.adapter import UNIT_BYTES
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
+from penstock.core.matrix_format import is_product
+from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.plan.memory import gib
 
+_NUMBER_BYTES = 4
 _OPS = ("native", "ref", "blas")
 """Those whose adapters may lie anywhere."""
 
@@ -23,6 +26,17 @@ def units_of_slab(group: CacheGroup, block_size: int) -> int:
 def adapter_units(config: EngineConfig, groups: Sequence[CacheGroup], block_size: int) -> int:
     """Of a block, a slab of every full group; 0: adapters have memory of their own, or there are none."""
     return 0 if _own_memory(config, groups, block_size) else _units(groups, block_size)
+
+
+def pool_blocks(config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup], block_size: int) -> int:
+    """Blocks that `max_loras` adapters of the largest rank on all of a model's products take; 0 where they take none."""
+    units = adapter_units(config, groups, block_size) if config.lora.enable_lora else 0
+    if not units:
+        return 0
+    shapes = weight_shapes(spec).items()
+    columns = sum(sum(s) for name, s in shapes if name.startswith("layers.") and is_product(name, s))
+    num_bytes = config.lora.max_lora_rank * columns * _NUMBER_BYTES
+    return config.lora.max_loras * -(-num_bytes // (units * UNIT_BYTES))
 
 
 def adapter_decision(config: EngineConfig, groups: Sequence[CacheGroup], block_size: int) -> Decision:

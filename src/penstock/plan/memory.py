@@ -116,6 +116,8 @@ class Demand:
     checkpoints: bool
     on_demand: bool = True
     """Sequences get blocks as they grow; else they reserve those of max_model_len tokens."""
+    adapter_blocks: int = 0
+    """Those of adapters, where all that may run at once lie in blocks."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +205,15 @@ def _modest(everything: Budget, sizes: CacheSizes, demand: Demand) -> Budget:
     # Checkpoints get half of what sequences leave (`_checkpoints`).
     states = sizes.state_bytes * (n + (2 * max(n, MIN_CHECKPOINTS) if demand.checkpoints else 0))
     longest = sizes.blocks(length)
-    wanted = sizes.num_bytes(n * sizes.blocks(tokens), n, length) + states
+    wanted = sizes.num_bytes(n * sizes.blocks(tokens), n, length) + states + demand.adapter_blocks * sizes.block_bytes
     share = everything.limit_bytes // DEFAULT_SHARE
     least = sizes.num_bytes(longest, 1, length) + states
     chosen = max(least, min(wanted, share))
     if chosen >= usable:
         return everything
     if chosen == wanted:
-        why = f"what max_num_seqs {n} sequences of {tokens} tokens need"
+        adapters = f" and max_loras adapters in {demand.adapter_blocks} blocks" if demand.adapter_blocks else ""
+        why = f"what max_num_seqs {n} sequences of {tokens} tokens{adapters} need"
     elif chosen == share:
         why = f"a quarter of the {gib(everything.limit_bytes)} that are free after the weights: others use them, too"
     else:
@@ -257,7 +260,7 @@ def _blocks(sizes: CacheSizes, demand: Demand, n: int, budget: Budget, available
         return b, windowed, fits
     # Bytes that were asked for are used in full: what no running sequence needs keeps more prefixes.
     affordable = sizes.most_affordable(available, windowed, length, min(most, available // sizes.block_bytes))
-    enough = affordable if budget.is_given else n * b
+    enough = affordable if budget.is_given else n * b + demand.adapter_blocks
     if affordable <= enough:
         return affordable, windowed, fits
     return enough, windowed, f"all of max_num_seqs {n} sequences at max_model_len {demand.max_model_len} need no more"

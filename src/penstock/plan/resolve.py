@@ -21,7 +21,7 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
-from penstock.plan.adapters import adapter_decision, adapter_units
+from penstock.plan.adapters import adapter_decision, adapter_units, pool_blocks
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.experts import experts_in_memory
 from penstock.plan.hidden import hidden_decision
@@ -159,6 +159,7 @@ def resolve(
         seqs_are_given=config.scheduler.max_num_seqs is not None,
         checkpoints=config.cache.enable_prefix_caching,
         on_demand=not config.cache.kv_allocator.startswith("contiguous"),
+        adapter_blocks=pool_blocks(config, spec, groups, block_size),
     )
     if config.lora.enable_lora:
         all_weights += 0 if adapter_units(config, groups, block_size) else config.lora.max_bytes

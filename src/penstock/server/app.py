@@ -45,6 +45,7 @@ from penstock.server.routes import (
     pooling,
     responses,
     text,
+    tgi,
     weights,
 )
 from penstock.server.schema.openapi import Documentation
@@ -59,7 +60,7 @@ from penstock.text.defaults import sampling_decision
 log = logging.getLogger("penstock.server")
 MODULES = (
     chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
-    batches, finetuning, ollama, llama_server, ops, docs, admin, weights, page,
+    batches, finetuning, ollama, llama_server, tgi, ops, docs, admin, weights, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")

@@ -50,7 +50,7 @@ class WireError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         for begins, shape in _SHAPES:
-            if path.startswith(begins):
+            if path.startswith(begins) or (path == "/" and shape is _tgi):
                 return shape(self)
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error, **self.extra}
@@ -79,8 +79,17 @@ def _llama_server(error: WireError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": error.message, "type": error.type, "param": error.param}}
 
 
+def _tgi(error: WireError) -> dict[str, Any]:
+    """`error_type` is what Hugging Face's clients make their exceptions of."""
+    kind = {429: "overloaded", 503: "overloaded"}.get(
+        error.status, "validation" if error.status < 500 else "generation"
+    )
+    return {"error": error.message, "error_type": kind}
+
+
 _SHAPES: tuple[tuple[str, Callable[[WireError], dict[str, Any]]], ...] = (
     ("/v1/messages", _anthropic), ("/api/", _ollama), ("/completion", _llama_server), ("/infill", _llama_server),
+    ("/generate", _tgi),
 )  # fmt: skip
 """How the paths of other families of clients begin, and what they read."""
 

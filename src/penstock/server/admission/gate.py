@@ -40,7 +40,7 @@ GENERATING = frozenset(
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
         "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
         "/v1/decisions", "/v1/systemone", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion",
-        "/infill",
+        "/infill", "/generate", "/generate_stream", "/",
     )
 )  # fmt: skip
 TICK_S = 0.1
