@@ -129,7 +129,9 @@ class EngineClient:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        return summed([replica.snapshot for replica in self.replicas])
+        if len(self.replicas) == 1:
+            return self.replicas[0].snapshot
+        return summed([replica.counted for replica in self.replicas])
 
     @snapshot.setter
     def snapshot(self, snapshot: EngineSnapshot) -> None:
@@ -452,8 +454,9 @@ class EngineClient:
         if self._placing is not None:
             self._placing.progressed(touched, replica)
         if tally is not None:
-            if message.snapshot is not None and len(self.replicas) > 1:
-                message = msgspec.structs.replace(message, snapshot=self.snapshot)
+            if len(self.replicas) > 1:  # whoever counts sees one engine that never ends
+                whole = None if message.snapshot is None else self.snapshot
+                message = msgspec.structs.replace(message, epoch=0, snapshot=whole)
             for listener in self.on_message:
                 listener(message, tally)
         if self._processor.aborts:

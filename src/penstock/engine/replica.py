@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -56,10 +56,14 @@ class Replica:
         self.loading = (0, 0)
         self.num_restarts = 0
         self.epoch = 0
+        self._before: dict[str, float] = {}
+        """Counters of its engines that have ended."""
         self.replay = Replay(processor, link.send, self.all_clear)
 
     def on_up(self, info: EngineInfo, epoch: int) -> None:
         self._owner.info, self.epoch = info, epoch
+        self._before = _added([self._before, self.snapshot.counters])
+        self.snapshot = EngineSnapshot()
         self.num_restarts += self.state == "restarting"
         self.reason = "requests that may have crashed the engine are tried one by one"
         self.replay.begin(stream.request for stream in list(self.streams.values()))
@@ -75,6 +79,11 @@ class Replica:
         items: list[Intake] = [request for request in again if request is not None]
         if items:
             self.link.send(items)
+
+    @property
+    def counted(self) -> EngineSnapshot:
+        """What it said last, with counters over all engines that it has had."""
+        return msgspec.structs.replace(self.snapshot, counters=_added([self._before, self.snapshot.counters]))
 
     def on_loading(self, done: int, total: int) -> None:
         self.loading = (done, total)
@@ -101,11 +110,7 @@ def summed(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
     for name in EngineSnapshot.__struct_fields__:
         values = [getattr(snapshot, name) for snapshot in snapshots]
         if isinstance(values[0], dict) and name in ("counters", "memory_bytes"):
-            total: dict[str, float] = {}
-            for value in values:
-                for key, number in value.items():
-                    total[key] = total.get(key, 0) + number
-            changed[name] = total
+            changed[name] = _added(values)
         elif name in _LARGEST:
             changed[name] = max(values)
         elif isinstance(values[0], bool):
@@ -113,3 +118,11 @@ def summed(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
         elif isinstance(values[0], int | float):
             changed[name] = sum(values)
     return msgspec.structs.replace(first, **changed)
+
+
+def _added(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for value in values:
+        for key, number in value.items():
+            total[key] = total.get(key, 0) + number
+    return total

@@ -62,7 +62,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
-        "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "tensor_parallel_sums": False,
+        "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1, "tensor_parallel_sums": False,
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "memory_bytes": None, "offload_rates": "auto", "weight_memory_bytes": None, "weight_prefetch": 1,
