@@ -29,7 +29,7 @@ def adapter_units(config: EngineConfig, groups: Sequence[CacheGroup], block_size
 
 
 def pool_blocks(config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup], block_size: int) -> int:
-    """Blocks that `max_loras` adapters of the largest rank on all of a model's products take; 0 where they take none."""
+    """Blocks that `max_loras` adapters of the largest rank on all of the products take; 0 where they take none."""
     units = adapter_units(config, groups, block_size) if config.lora.enable_lora else 0
     if not units:
         return 0
