@@ -92,10 +92,10 @@ class Crashing:
         self.core = self._make()
         self._epoch += 1
         self._on_the_way.clear()
-        self.client.on_up(EngineInfo(vocab_size=VOCAB, max_model_len=256), self._epoch)
+        self.client.replicas[0].on_up(EngineInfo(vocab_size=VOCAB, max_model_len=256), self._epoch)
 
     def crash(self, suspects: Sequence[str] = ()) -> None:
-        self.client.on_down(Down("it died", tuple(handle_of(s) for s in suspects)))
+        self.client.replicas[0].on_down(Down("it died", tuple(handle_of(s) for s in suspects)))
 
     def submit(self, name: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> Request:
         request = build_request(name, prompt, params, limits=LIMITS, tokenizer=TOKENIZER, seed=len(name))
@@ -110,7 +110,7 @@ class Crashing:
     def step(self) -> None:
         self._on_the_way.append(Outputs(self._epoch, self.core.step()))
         while len(self._on_the_way) > self._lag:
-            self.client.on_outputs(self._on_the_way.pop(0))
+            self.client.replicas[0].on_outputs(self._on_the_way.pop(0))
         for name, stream in self.streams.items():
             if stream.request.beam is not None and name not in self.beams:
                 found = self.client.take_beams(stream)

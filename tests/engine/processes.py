@@ -19,10 +19,12 @@ from penstock.config import EngineConfig, from_kwargs
 from penstock.core.output import RequestOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.frontend import EngineClient
+from penstock.engine.placement import Placement
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.stream import Stream
 from penstock.launch.bundled import bundled_model
 from penstock.launch.front import Front, limits_from, open_front
+from penstock.route import ROUTERS
 from penstock.text.validate import build_request
 
 
@@ -81,6 +83,21 @@ def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]],
         return run
 
     return wrap
+
+
+@asynccontextmanager
+async def replicated(size: int, policy: str = "prefix", config: EngineConfig | None = None) -> AsyncIterator[Running]:
+    """Several engines of one model behind one client."""
+    config = config or nano(data_parallel_size=size)
+    links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=10_000) for _ in range(size)]
+    front = open_front(config)
+    placing = Placement(ROUTERS.get(policy)())
+    client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
+    await client.start()
+    try:
+        yield Running(client, links[0], front)
+    finally:
+        await client.stop()
 
 
 @asynccontextmanager

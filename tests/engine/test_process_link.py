@@ -130,8 +130,8 @@ async def test_a_step_that_fails_costs_nobody_anything(kind: str, capfd: pytest.
     async with running(faults=[f"step:{kind}:7"]) as engine:
         client = engine.client
         reasons = []
-        on_down = client.on_down
-        client.on_down = lambda down: (reasons.append(down.reason), on_down(down))[1]  # type: ignore[method-assign]
+        on_down = client.replicas[0].on_down
+        client.replicas[0].on_down = lambda down: (reasons.append(down.reason), on_down(down))[1]  # type: ignore[method-assign]
         first = await engine.complete("a", "The sea", params(1))
         again = await engine.complete("b", "The sea", params(1))
         assert first.error is None
@@ -266,14 +266,14 @@ async def test_a_request_that_the_core_refuses_gets_its_answer() -> None:
         rules = TokenRules()
         bad = Request(request_id="b", prompt_token_ids=[5], rules=rules, max_tokens=50)
         answered = asyncio.Event()
-        take = engine.client.on_outputs
+        take = engine.client.replicas[0].on_outputs
 
         def spy(message):  # type: ignore[no-untyped-def]
             if any(out.error and "in use" in out.error for out in message.outputs):
                 answered.set()
             take(message)
 
-        engine.client.on_outputs = spy  # type: ignore[method-assign]
+        engine.client.replicas[0].on_outputs = spy  # type: ignore[method-assign]
         engine.link.send([bad, bad])
         await answered.wait()
         assert (await engine.complete("c", "The sea", params(0))).error is None

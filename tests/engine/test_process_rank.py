@@ -48,8 +48,8 @@ def ended(pid: int) -> bool:
 
 def watch_deaths(engine: Running) -> list[Down]:
     deaths: list[Down] = []
-    on_down = engine.client.on_down
-    engine.client.on_down = lambda down: (deaths.append(down), on_down(down))[1]  # type: ignore[method-assign]
+    on_down = engine.client.replicas[0].on_down
+    engine.client.replicas[0].on_down = lambda down: (deaths.append(down), on_down(down))[1]  # type: ignore[method-assign]
     return deaths
 
 

@@ -309,7 +309,7 @@ def test_an_engine_given_up_ends_all_with_a_retryable_error() -> None:
     run = Crashing(lambda: make(1, False))
     run.submit_all()
     run.step()
-    run.client.on_down(Down("it died", (), fatal=True))
+    run.client.replicas[0].on_down(Down("it died", (), fatal=True))
     assert run.client.num_live == 0
     assert run.client.ready() == (False, "it died")
     for stream in run.streams.values():
@@ -327,6 +327,6 @@ def test_news_of_a_dead_engine_is_dropped() -> None:
 
     run.crash()
     run.up()
-    run.client.on_outputs(Outputs(0, stale))
+    run.client.replicas[0].on_outputs(Outputs(0, stale))
     run.drain()
     assert run.results()["greedy"] == undisturbed(1, False)[0]["greedy"]

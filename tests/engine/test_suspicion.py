@@ -51,7 +51,7 @@ class Dying(Crashing):
         self.num_deaths += 1
         self.unexplained.add(self._epoch)
         down = Down("it died", tuple(handle_of(s) for s in suspects), from_outside=self.from_outside)
-        self.unexplained -= set(self.client.on_down(down))
+        self.unexplained -= set(self.client.replicas[0].on_down(down))
 
     def try_step(self) -> bool:
         """False: the engine died, and the next one is up."""

@@ -14,7 +14,7 @@ from penstock.config.graphs import parse_sizes
 from penstock.config.kv_events import parse_kv_events
 from penstock.config.lora import LoraConfig, check_lora
 from penstock.config.positions import parse_rope_scaling
-from penstock.config.ranks import check_ranks
+from penstock.config.ranks import check_ranks, check_replicas
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
@@ -376,6 +376,13 @@ class ExecutionConfig(Section):
         "File with the secret of hosts with ranks, the same on all: a line of 32 characters or more (openssl rand -hex "
         "32). Needed where master_addr isn't this machine's alone.",
     )
+    data_parallel_size: int = setting(
+        1,
+        "Engines of the same model behind one server, each with a whole model and KV memory of its own; route_policy "
+        "chooses between them. What one of them had goes on with the others when it ends.",
+        minimum=1,
+        maximum=64,
+    )
     tensor_parallel_sums: bool = setting(
         False,
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "
@@ -571,6 +578,8 @@ class EngineConfig:
             )
         if self.execution.num_ranks > 1:
             check_ranks(self)
+        if self.execution.data_parallel_size > 1:
+            check_replicas(self)
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:

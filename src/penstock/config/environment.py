@@ -29,6 +29,8 @@ OTHERS: dict[str, str] = {
     "PENSTOCK_LAW_SEEDS": "Tests: seeds of each law.",
     "PENSTOCK_RANK_KILLS": "Tests: how many processes of a model on two ranks are killed.",
     "PENSTOCK_RANK_SEED": "Tests: which of them, and when.",
+    "PENSTOCK_REPLICA_KILLS": "Tests: how many engines of a server with two are killed.",
+    "PENSTOCK_REPLICA_SEED": "Tests: which of them, and when.",
     "PENSTOCK_FUZZ_EXAMPLES": "Tests: examples of each fuzzed parser.",
 }
 """What is read elsewhere, and no setting."""

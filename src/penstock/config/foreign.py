@@ -87,6 +87,8 @@ ALIASES: dict[str, SameName] = {
     "cp_size": SameName("context_parallel_size"),
     "pp": SameName("pipeline_parallel_size", ("-pp",)),
     "pp_size": SameName("pipeline_parallel_size"),
+    "dp": SameName("data_parallel_size", ("-dp",)),
+    "dp_size": SameName("data_parallel_size"),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
@@ -155,7 +157,6 @@ _add(
 )  # fmt: skip
 _add("running one model on several devices isn't in this version; leave it away",
      "enable_eplb sharded", False, switch=True)  # fmt: skip
-_add("running several replicas isn't in this version; use 1", "data_parallel_size/-dp dp_size", 1)
 _add("adapters are PEFT folders, named with lora_modules: name=path", "lora lora_adapters lora_scaled")
 _add("images and sound aren't in this version; leave it away", "mmproj mmproj_url limit_mm_per_prompt "
      "mm_processor_kwargs allowed_media_domains allowed_local_media_path")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which settings go together with a model that several ranks have parts of."""
+"""Which settings go together with a model that several ranks have parts of, and with several engines of one model."""
 
 from __future__ import annotations
 
@@ -82,3 +82,15 @@ def _check_tokens(config: Any) -> None:
                 "leave one of both away",
                 field=name,
             )
+
+
+def check_replicas(config: Any) -> None:
+    """`config`: an EngineConfig of several engines of one server. Raises: ConfigError."""
+    given = {
+        "kv_offload": offload_of(config.cache.kv_offload) is not None,
+        "finetune_root": config.lora.finetune_root is not None, "nnodes": config.execution.nnodes > 1,
+    }  # fmt: skip
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{name}: engines of one server do not share it yet; leave it away, or data_parallel_size", field=name
+        )

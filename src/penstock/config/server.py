@@ -34,6 +34,12 @@ class ServerConfig(Section):
         "How long a model stays in memory after its last request: seconds, 90s, 5m, 1h30m; -1: for ever. By default "
         "for ever, and 5m where the server has several models (--model NAME=PATH).",
     )
+    route_policy: str = setting(
+        "prefix",
+        "Which of several engines (data_parallel_size) a request goes to: prefix (who has its beginning cached, unless "
+        "others have much less to do), session, least-requests, least-tokens, least-kv, power-of-two, virtual-usage, "
+        "round-robin.",
+    )
     models_memory: float | None = setting(
         None,
         "GiB that several models may take together, weights and KV (by default, what is free at the start). Who has "

@@ -2,7 +2,8 @@
 
 It remembers of every live request what it takes to begin again: the request itself, the tokens that were sent on, the
 text state. So a dead engine costs its clients a pause: the next one is given the same requests with their tokens so far
-(`Request.resume`), and Philox counters make the rest the same.
+(`Request.resume`), and Philox counters make the rest the same. Of several engines (replicas), those that live take over
+from one that has died at once, but for what it may have died of.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +31,7 @@ from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
+from penstock.engine.replica import Placing, Replica, summed
 from penstock.engine.stream import Delta, Stream
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 _orders = itertools.count()
+_STATES = ("ready", "starting", "restarting", "asleep", "stopped", "failed")
+"""The best first."""
 
 UNREADY_AFTER_S = 4.0
 """Seconds without a sign of life from which an engine is not ready: known well within five."""
@@ -72,27 +76,24 @@ class EngineClient:
         clock: Clock,
         *,
         on_finish: FinishListener | None = None,
+        further: Sequence[Link] = (),
+        placing: Placing | None = None,
     ) -> None:
+        """`further`: of more engines of the same model; `placing` chooses between them all."""
         self.link = link
         self.clock = clock
         self.info: EngineInfo | None = None
-        self.snapshot = EngineSnapshot()
-        self.state = "starting"
-        """starting, ready, restarting, failed, stopped or asleep: there is none, until a request wants one."""
-        self.reason = ""
-        """Why it is not ready."""
-        self.loading = (0, 0)
         self.on_finish: list[FinishListener] = [] if on_finish is None else [on_finish]
         self.on_message: list[MessageListener] = []
         """Called with every message of the engine and what it brought: live metrics hang there."""
         self.on_wanted: Callable[[], None] | None = None
         """Called with every request that comes while the engine is asleep."""
-        self.num_restarts = 0
         self.last_outputs_s = 0.0
         self._processor = OutputProcessor(tokenizer, clock)
         self._streams: dict[str, Stream] = {}
-        self._epoch = 0
-        self._replay = Replay(self._processor, link.send, self._all_clear)
+        self.replicas = [Replica(self, n, one, self._processor) for n, one in enumerate((link, *further))]
+        self._placing = placing
+        assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
         self.weights: WeightsOrder | None = None
         """Those that were swapped in; None: the engine has those that it started with."""
@@ -103,6 +104,53 @@ class EngineClient:
         self._swap: tuple[str, asyncio.Future[EngineOutput]] | None = None
         self._processor.on_swap = self._on_swap
 
+    # -- all engines together --------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """starting, ready, restarting, failed, stopped or asleep: there is none, until a request wants one. Of several
+        engines, that of the one which is best off."""
+        return min((replica.state for replica in self.replicas), key=_STATES.index)
+
+    @state.setter
+    def state(self, state: str) -> None:
+        for replica in self.replicas:
+            replica.state = state
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready."""
+        return next((r.reason for r in self.replicas if r.state == self.state), "")
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        for replica in self.replicas:
+            replica.reason = reason
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        if len(self.replicas) == 1:
+            return self.replicas[0].snapshot
+        return summed([replica.counted for replica in self.replicas])
+
+    @snapshot.setter
+    def snapshot(self, snapshot: EngineSnapshot) -> None:
+        for replica in self.replicas:
+            replica.snapshot = snapshot
+
+    @property
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights read so far, and in all."""
+        return sum(r.loading[0] for r in self.replicas), sum(r.loading[1] for r in self.replicas)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(replica.num_restarts for replica in self.replicas)
+
+    @property
+    def _replay(self) -> Replay:
+        return self.replicas[0].replay
+
     # -- life ----------------------------------------------------------------------------------------------------
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
@@ -110,9 +158,16 @@ class EngineClient:
         self._processor.tokenizer = tokenizer
 
     async def start(self) -> EngineInfo:
-        """Returns when the engine is ready. Raises what keeps it from starting."""
-        await self.link.start(self)
+        """Returns when all engines are ready. Raises what keeps one of them from starting."""
+        try:
+            await asyncio.gather(*(replica.link.start(replica) for replica in self.replicas))
+        except BaseException:
+            if len(self.replicas) > 1:
+                await self._close()
+            raise
         assert self.info is not None
+        if self._placing is not None and self.info.caches_prefixes:
+            self._placing.block_size = self.info.block_size
         return self.info
 
     def begin_asleep(self, info: EngineInfo) -> None:
@@ -128,19 +183,20 @@ class EngineClient:
         """The engine may work again. One that has died meanwhile is started by its link, and needs no word."""
         if self.state == "asleep":
             self.state = "starting"
-            self._all_clear()
+            for replica in self.replicas:
+                replica.all_clear()
 
     async def sleep(self) -> None:
         """End the engine while nothing lives. What comes from now on waits for `wake`."""
         self.state, self.reason = "asleep", "it starts with the next request"
-        await self.link.close()
+        await self._close()
         self.snapshot = EngineSnapshot()
 
     async def wake(self) -> None:
         """Start an engine again. Raises what keeps it from starting; then it is asleep as before."""
         self.state, self.reason = "starting", "the model is being loaded"
         try:
-            await self.link.start(self)
+            await self.start()
         except BaseException:
             self.state = "asleep"
             raise
@@ -152,61 +208,93 @@ class EngineClient:
     async def stop(self) -> None:
         """End the engine; whatever still runs ends with an error."""
         self.state, self.reason = "stopped", "the server is shutting down"
-        await self.link.close()
+        await self._close()
         self._end_all(self.reason, gone=True)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(replica.link.close() for replica in self.replicas))
 
     def ready(self) -> tuple[bool, str]:
         """Whether new requests are being worked on now, and if not, why."""
         if self.state == "asleep":
             return True, ""
         if self.state != "ready":
-            waiting = self._replay.suspects.num_waiting
+            waiting = sum(replica.replay.suspects.num_waiting for replica in self.replicas)
             return False, (self.reason or f"the engine is {self.state}") + (f" ({waiting} to go)" if waiting else "")
-        age_s = self.link.progress_age_s()
+        age_s = min(r.link.progress_age_s() for r in self.replicas if r.state == "ready")
         if age_s >= UNREADY_AFTER_S:
             return False, f"the engine has not moved for {age_s:.0f} s"
         return True, ""
 
-    def on_up(self, info: EngineInfo, epoch: int) -> None:
-        self.info, self._epoch = info, epoch
-        self.num_restarts += self.state == "restarting"
-        self.reason = "requests that may have crashed the engine are tried one by one"
-        self._replay.begin(stream.request for stream in list(self._streams.values()))
+    # -- what one engine tells (see `replica.Replica`) -----------------------------------------------------------
 
-    def _all_clear(self) -> None:
-        """The engine may be given everything that lives."""
-        if self.state not in ("starting", "restarting"):
-            return
-        self.state, self.reason = "ready", ""
-        if self.paused:
-            self.link.send([Control(kind="hold")])
-        again = [resumed(s.request, self._processor.live(s.request_id)) for s in self._streams.values()]
-        items: list[Intake] = [request for request in again if request is not None]
-        if items:
-            self.link.send(items)
-
-    def on_loading(self, done: int, total: int) -> None:
-        self.loading = (done, total)
-
-    def on_down(self, down: Down) -> Collection[int]:
-        self.reason = down.reason
+    def went_down(self, replica: Replica, down: Down) -> Collection[int]:
+        """See `link.Listener.on_down`."""
         if self._swap is not None:
             name, why = self._swap[0], f"{down.reason}; the old weights serve on"
             self._processor.orders.clear()
             self._on_swap(name, EngineOutput(request_id=name, index=0, error=why))
         if down.fatal:
-            self.state = "failed"
+            replica.state = "failed"
+            if self.state != "failed":
+                self._move(replica, list(replica.streams.values()))
+                return ()
             self._end_all("the engine failed again and again and is given up; try again later", gone=True)
             return ()
-        verdict, gone = self._replay.crashed(self._streams, down.suspects, self._epoch, from_outside=down.from_outside)
-        self.state = "restarting"
-        for stream in self._streams.values():
+        verdict, gone = replica.replay.crashed(
+            replica.streams, down.suspects, replica.epoch, from_outside=down.from_outside
+        )
+        replica.state = "restarting"
+        for stream in replica.streams.values():
             stream.num_replays += 1
         if verdict.guilty is not None:
-            request = self._streams[verdict.guilty].request if verdict.guilty in self._streams else gone
+            found = self._streams.get(verdict.guilty)
+            request = gone if found is None else found.request
             assert request is not None, "whoever is tried lives, or is remembered"
             self._convict(request, self._num_tokens(request.request_id, gone))
+        self._move(replica, [s for s in replica.streams.values() if self._may_move(replica, s, down)])
         return verdict.explained
+
+    def _may_move(self, replica: Replica, stream: Stream, down: Down) -> bool:
+        """A suspect would take the next engine along. But an engine that somebody else may have killed speaks against
+        nobody, the first time."""
+        return (down.from_outside and stream.num_replays == 1) or not replica.replay.suspects.has_strike(
+            stream.request_id
+        )
+
+    def _move(self, lost: Replica, streams: Sequence[Stream]) -> None:
+        """Others go on with what `lost` had; without any, it waits for it."""
+        if self._placing is None:
+            return
+        self._placing.router.gone(lost.number)
+        for stream in streams:
+            if (to := self._chosen(stream.request)) is None:
+                return
+            again = resumed(stream.request, self._processor.live(stream.request_id))
+            if again is None:
+                continue  # it has ended, and nobody has looked yet
+            del lost.streams[stream.request_id]
+            self._placing.ended(stream.request_id, lost)
+            lost.replay.ended(stream.request_id)
+            self._place(stream, to)
+            if to.state == "ready":
+                to.link.send([again])
+
+    def _chosen(self, request: Request) -> Replica | None:
+        """An engine that works, or will: None if none does."""
+        if self._placing is None:
+            return self.replicas[0]
+        for state in ("ready", "starting", "restarting", "asleep"):
+            found = [replica for replica in self.replicas if replica.state == state]
+            if found:
+                return self._placing.choose(request, found)
+        return None
+
+    def _place(self, stream: Stream, replica: Replica) -> None:
+        replica.streams[stream.request_id] = stream
+        stream.replica = replica
+        if self._placing is not None:
+            self._placing.placed(stream.request, replica)
 
     def _convict(self, request: Request, num_tokens: int) -> None:
         """End it, refuse its like from now on, and end what lives of those that have come no further."""
@@ -260,9 +348,12 @@ class EngineClient:
         stream = self._streams[request.request_id] = Stream(self, request)
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
-        if self.state == "ready":
-            self.link.send([request])
-        elif self.state == "asleep" and self.on_wanted is not None:
+        replica = self._chosen(request)
+        assert replica is not None, "`check` refuses where all have failed"
+        self._place(stream, replica)
+        if replica.state == "ready":
+            replica.link.send([request])
+        elif replica.state == "asleep" and self.on_wanted is not None:
             self.on_wanted()
         return stream  # otherwise it is sent with `on_up`
 
@@ -271,9 +362,10 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        goes_on = self._replay.leave(self._processor.live(request_id))
-        if self.state == "ready" or (request_id == self._replay.trial and not goes_on):
-            self.link.send([Abort(request_id=request_id, reason=reason)])
+        replica: Replica = stream.replica
+        goes_on = replica.replay.leave(self._processor.live(request_id))
+        if replica.state == "ready" or (request_id == replica.replay.trial and not goes_on):
+            replica.link.send([Abort(request_id=request_id, reason=reason)])
         if not stream.request.whole:
             self._processor.end(request_id, reason)
             self._finish(stream)
@@ -283,8 +375,10 @@ class EngineClient:
             self._report_whole(stream, reason, None)
 
     def control(self, item: Control) -> None:
-        if self.state == "ready":
-            self.link.send([item])
+        """To all engines that work."""
+        for replica in self.replicas:
+            if replica.state == "ready":
+                replica.link.send([item])
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -341,26 +435,35 @@ class EngineClient:
         self.paused = False
         self.control(Control(kind="go_on"))
 
-    def on_outputs(self, message: Outputs) -> None:
-        if message.epoch != self._epoch:
-            return
+    def take_in(self, replica: Replica, message: Outputs) -> None:
+        """News of one engine."""
         self.last_outputs_s = self.clock.now()
         if message.snapshot is not None:
-            self.snapshot = message.snapshot
+            replica.snapshot = message.snapshot
         tally = self._processor.tally = Tally() if self.on_message else None
-        outputs = self._replay.sift(message.outputs)
-        for request_id in self._processor.process(outputs):
+        outputs = replica.replay.sift(message.outputs)
+        if self._placing is not None:  # who was moved is another's
+            outputs = [
+                out for out in outputs if out.request_id in replica.streams or out.request_id not in self._streams
+            ]
+        touched = self._processor.process(outputs)
+        for request_id in touched:
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.notify()
+        if self._placing is not None:
+            self._placing.progressed(touched, replica)
         if tally is not None:
+            if len(self.replicas) > 1:  # whoever counts sees one engine that never ends
+                whole = None if message.snapshot is None else self.snapshot
+                message = msgspec.structs.replace(message, epoch=0, snapshot=whole)
             for listener in self.on_message:
                 listener(message, tally)
         if self._processor.aborts:
             orders: list[Intake] = list(self._processor.aborts)
             self._processor.aborts.clear()
-            self.link.send(orders)
-        self._replay.after(outputs)
+            replica.link.send(orders)
+        replica.replay.after(outputs)
 
     # -- what streams ask for ------------------------------------------------------------------------------------
 
@@ -464,8 +567,12 @@ class EngineClient:
 
     def _drop(self, stream: Stream) -> None:
         self._streams.pop(stream.request_id, None)
+        replica: Replica = stream.replica
+        replica.streams.pop(stream.request_id, None)
         self._processor.discard(stream.request_id)
-        self._replay.ended(stream.request_id)
+        if self._placing is not None:
+            self._placing.ended(stream.request_id, replica)
+        replica.replay.ended(stream.request_id)
         stream.end()
 
     def _end_all(self, message: str, *, gone: bool = False) -> None:

@@ -79,6 +79,8 @@ class Stream:
         """What a token counts for in `unread_chars` besides its text: more than nothing where its id is sent too."""
         self.call: Any = None
         """What the server knows about it."""
+        self.replica: Any = None
+        """The engine that has it (`engine.replica.Replica`)."""
         self.num_replays = 0
         """Engines that died under it."""
         self.ended = False

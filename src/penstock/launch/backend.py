@@ -93,7 +93,8 @@ def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
 
 def backend_of(config: EngineConfig) -> Backend:
     """As `ops` says, with the settings' threads."""
-    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // ranks_here(config)))
+    sharers = ranks_here(config) * config.execution.data_parallel_size
+    return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // sharers))
 
 
 def packed_weights(

@@ -140,6 +140,31 @@ def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
     return ThreadLink(local_engine(config.engine), partial(finetuner_of, config.engine))
 
 
+def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spawned | None) -> EngineClient:
+    """Of one engine, or of `data_parallel_size` of them. Raises ConfigError for a policy that does not exist."""
+    size = config.engine.execution.data_parallel_size
+    if size == 1 or link is not None:
+        return EngineClient(link or make_link(config, spare), None, clock)
+    server = config.server
+    given = {
+        "engine_in_process": server.engine_in_process, "weights_root": server.weights_root is not None,
+        "keep_alive": server.keep_alive is not None, "model": bool(config.models),
+    }  # fmt: skip
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{name}: it does not go together with several engines of one model yet; leave it away, or "
+            "data_parallel_size",
+            field=name,
+        )
+    # Who serves one engine has no use for routers.
+    from penstock.engine.placement import Placement
+    from penstock.route import ROUTERS
+
+    router = ROUTERS.get(config.server.route_policy)()
+    links = [make_link(config, spare if number == 0 else None) for number in range(size)]
+    return EngineClient(links[0], None, clock, further=links[1:], placing=Placement(router))
+
+
 def model_name(path: str) -> str:
     """How clients call a model: a Hub id as it is, a folder or file by its last name (where it is stays private)."""
     return Path(path).resolve().name if Path(path).exists() else path

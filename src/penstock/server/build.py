@@ -10,13 +10,12 @@ import logging
 from penstock.base.clock import MonotonicClock
 from penstock.config import ServeConfig
 from penstock.config.several import seconds_of
-from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link
 from penstock.engine.spawn import Spawned
 from penstock.launch.front import begin_front
 from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
-from penstock.server.assembly import assembled, checked, furnish, make_link, model_name, with_adapters
+from penstock.server.assembly import assembled, checked, furnish, make_client, model_name, with_adapters
 from penstock.server.batches import files, runner
 from penstock.server.context import Server
 from penstock.server.observation import energy, loop_watch, metrics, request_log, traces
@@ -48,7 +47,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         config = further.config
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
-    client = EngineClient(link or make_link(config, spare), None, clock)
+    client = make_client(config, clock, link, spare)
     starting = asyncio.create_task(client.start())
     try:
         front = await asyncio.to_thread(load_front)  # meanwhile: the engine reads its own

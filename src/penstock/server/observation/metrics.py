@@ -201,6 +201,7 @@ class Metrics(Collector):
         yield from self._info()
         yield from self._energy()
         yield from self._models()
+        yield from self._replicas()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
         text = "Quality of experience of finished streams: what was shown over what was expected, 0 to 1."
@@ -515,6 +516,22 @@ class Metrics(Collector):
             text = "Bytes that models may take together, by device."
             limits = {place or "cpu": limit for place, limit in models.limits.items()}
             yield from self._labelled(GaugeMetricFamily, "models_memory_limit_bytes", text, ("device",), limits)
+
+    def _replicas(self) -> Iterator[Metric]:
+        """Of each engine, where the model has several."""
+        replicas = self.server.client.replicas
+        if len(replicas) == 1:
+            return
+        for name, text, values in (
+            ("replica_up", "Whether the engine works.", [float(r.state == "ready") for r in replicas]),
+            ("replica_requests", "Requests that it has.", [len(r.streams) for r in replicas]),
+            ("replica_running", "Of them, those that run.", [r.snapshot.num_running for r in replicas]),
+            ("replica_kv_used_blocks", "Blocks that they hold.", [r.snapshot.kv_used for r in replicas]),
+        ):
+            yield from self._labelled(GaugeMetricFamily, name, text, ("replica",), dict(enumerate(values)))
+        restarts = {replica.number: replica.num_restarts for replica in replicas}
+        text = "Times that it had to be started again."
+        yield from self._labelled(CounterMetricFamily, "replica_restarts", text, ("replica",), restarts)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

@@ -1,0 +1,99 @@
+"""Requests for several engines: what a router wants to know of them, kept up to date as requests come and go."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.base.hashing import digest
+from penstock.core.request import Request
+from penstock.route.router import Asked, Load, Router
+
+if TYPE_CHECKING:
+    from penstock.engine.replica import Replica
+
+MOST_BLOCKS = 1024
+"""Of a prompt that a router is told of: who shares so many shares enough."""
+
+
+class _Given(NamedTuple):
+    tokens: int
+    asked: Asked
+
+
+class Placement:
+    """See `replica.Placing`. `block_size`: of the engines' prefix cache; 0: there is none (or none is known yet), and
+    prompts share nothing."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.block_size = 0
+        self._loads: dict[int, Load] = {}
+        self._given: dict[str, _Given] = {}
+        self._waiting: dict[str, int] = {}
+        """Tokens of the prompts of those that have no token yet."""
+        self._asked: tuple[str, Asked] | None = None
+
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+        loads = [self._load(replica) for replica in replicas]
+        return replicas[self.router.choose(self._of(request), loads)]
+
+    def placed(self, request: Request, replica: Replica) -> None:
+        """Also of one that was placed elsewhere before: that engine has ended."""
+        load, asked = self._load(replica), self._of(request)
+        num_tokens = asked.num_tokens
+        self._given[request.request_id] = _Given(num_tokens, asked)
+        load.requests += 1
+        load.tokens += num_tokens
+        load.waiting_tokens += num_tokens
+        self._waiting[request.request_id] = num_tokens
+        self.router.placed(asked, replica.number)
+        self._asked = None
+
+    def progressed(self, request_ids: Iterable[str], replica: Replica) -> None:
+        """Of these, tokens have come."""
+        load = self._load(replica)
+        for request_id in request_ids:
+            if (num_tokens := self._waiting.pop(request_id, 0)) and request_id in replica.streams:
+                load.waiting_tokens -= num_tokens
+
+    def ended(self, request_id: str, replica: Replica) -> None:
+        """The request is no longer that engine's."""
+        given = self._given.pop(request_id, None)
+        if given is None:
+            return
+        load = self._load(replica)
+        load.requests -= 1
+        load.tokens -= given.tokens
+        load.waiting_tokens -= self._waiting.pop(request_id, 0)
+
+    def _load(self, replica: Replica) -> Load:
+        load = self._loads.get(replica.number)
+        if load is None:
+            load = self._loads[replica.number] = Load(replica.number)
+        said = replica.snapshot
+        load.kv_blocks, load.kv_used = said.kv_total, said.kv_used
+        load.block_size = self.block_size or 1
+        return load
+
+    def _of(self, request: Request) -> Asked:
+        """Asked twice of each request: when it is placed, too."""
+        if self._asked is not None and self._asked[0] == request.request_id:
+            return self._asked[1]
+        asked = Asked(
+            len(request.prompt_token_ids), request.max_tokens, self._blocks(request), request.namespace.hex(),
+            request.priority,
+        )  # fmt: skip
+        self._asked = request.request_id, asked
+        return asked
+
+    def _blocks(self, request: Request) -> list[int]:
+        if not self.block_size or not getattr(self.router, "reads_blocks", False):
+            return []
+        size, found, before = 4 * self.block_size, list[int](), request.namespace + request.taint.encode()
+        ids = array("i", request.prompt_token_ids[: MOST_BLOCKS * self.block_size]).tobytes()
+        for start in range(0, len(ids) // size * size, size):
+            before = digest(before + ids[start : start + size], size=8)
+            found.append(int.from_bytes(before, "little"))
+        return found

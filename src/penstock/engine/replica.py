@@ -1,0 +1,128 @@
+"""One of the engines behind a client: its link, what is known of it, and what it has been given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
+from penstock.core.request import Control, Intake, Request
+from penstock.engine.link import Down, Link
+from penstock.engine.replay import Replay, resumed
+
+if TYPE_CHECKING:
+    from penstock.engine.client import OutputProcessor
+    from penstock.engine.stream import Stream
+    from penstock.route.router import Router
+
+
+class Owner(Protocol):
+    """The client that a replica belongs to; `frontend.EngineClient` is one."""
+
+    info: EngineInfo | None
+    paused: bool
+
+    def went_down(self, replica: Replica, down: Down) -> Collection[int]: ...
+
+    def take_in(self, replica: Replica, message: Outputs) -> None: ...
+
+
+class Placing(Protocol):
+    """Chooses between replicas, and counts what each has; `placement.Placement` is one."""
+
+    router: Router
+    block_size: int
+
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica: ...
+
+    def placed(self, request: Request, replica: Replica) -> None: ...
+
+    def progressed(self, request_ids: Sequence[str], replica: Replica) -> None: ...
+
+    def ended(self, request_id: str, replica: Replica) -> None: ...
+
+
+class Replica:
+    """A `link.Listener`. `streams`: everything that lives and is its."""
+
+    def __init__(self, owner: Owner, number: int, link: Link, processor: OutputProcessor) -> None:
+        self._owner, self.number, self.link, self._processor = owner, number, link, processor
+        self.streams: dict[str, Stream] = {}
+        self.snapshot = EngineSnapshot()
+        self.state = "starting"
+        self.reason = ""
+        self.loading = (0, 0)
+        self.num_restarts = 0
+        self.epoch = 0
+        self._before: dict[str, float] = {}
+        """Counters of its engines that have ended."""
+        self.replay = Replay(processor, link.send, self.all_clear)
+
+    def on_up(self, info: EngineInfo, epoch: int) -> None:
+        self._owner.info, self.epoch = info, epoch
+        self._before = _added([self._before, self.snapshot.counters])
+        self.snapshot = EngineSnapshot()
+        self.num_restarts += self.state == "restarting"
+        self.reason = "requests that may have crashed the engine are tried one by one"
+        self.replay.begin(stream.request for stream in list(self.streams.values()))
+
+    def all_clear(self) -> None:
+        """The engine may be given everything that lives and is its."""
+        if self.state not in ("starting", "restarting"):
+            return
+        self.state, self.reason = "ready", ""
+        if self._owner.paused:
+            self.link.send([Control(kind="hold")])
+        again = [resumed(s.request, self._processor.live(s.request_id)) for s in self.streams.values()]
+        items: list[Intake] = [request for request in again if request is not None]
+        if items:
+            self.link.send(items)
+
+    @property
+    def counted(self) -> EngineSnapshot:
+        """What it said last, with counters over all engines that it has had."""
+        return msgspec.structs.replace(self.snapshot, counters=_added([self._before, self.snapshot.counters]))
+
+    def on_loading(self, done: int, total: int) -> None:
+        self.loading = (done, total)
+
+    def on_down(self, down: Down) -> Collection[int]:
+        self.reason = down.reason
+        return self._owner.went_down(self, down)
+
+    def on_outputs(self, message: Outputs) -> None:
+        if message.epoch == self.epoch:
+            self._owner.take_in(self, message)
+
+
+_LARGEST = ("time_s", "step", "step_s", "prefill_token_s")
+"""Of a snapshot, what is not added up: the largest counts."""
+
+
+def summed(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
+    """What several engines say, as of one: counts are added, times are the longest, lists are the first one's."""
+    first, *others = snapshots
+    if not others:
+        return first
+    changed: dict[str, object] = {}
+    for name in EngineSnapshot.__struct_fields__:
+        values = [getattr(snapshot, name) for snapshot in snapshots]
+        if isinstance(values[0], dict) and name in ("counters", "memory_bytes"):
+            changed[name] = _added(values)
+        elif name in _LARGEST:
+            changed[name] = max(values)
+        elif isinstance(values[0], bool):
+            changed[name] = any(values)
+        elif isinstance(values[0], int | float):
+            changed[name] = sum(values)
+    return msgspec.structs.replace(first, **changed)
+
+
+def _added(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for value in values:
+        for key, number in value.items():
+            total[key] = total.get(key, 0) + number
+    return total

@@ -1,0 +1,16 @@
+"""Which of several engines a request goes to: whole numbers alone, so that servers and simulations use one object."""
+
+from __future__ import annotations
+
+from penstock.base.registry import Registry
+from penstock.route.router import Router
+
+ROUTERS: Registry[type[Router], None] = Registry("route_policy")
+ROUTERS.add("round-robin", "penstock.route.plain:RoundRobin")
+ROUTERS.add("least-requests", "penstock.route.plain:LeastRequests")
+ROUTERS.add("least-tokens", "penstock.route.plain:LeastTokens")
+ROUTERS.add("least-kv", "penstock.route.plain:LeastKV")
+ROUTERS.add("power-of-two", "penstock.route.plain:PowerOfTwo")
+ROUTERS.add("session", "penstock.route.session:Session")
+ROUTERS.add("prefix", "penstock.route.prefix:Prefix")
+ROUTERS.add("virtual-usage", "penstock.route.virtual_usage:VirtualUsage")

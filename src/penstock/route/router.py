@@ -1,0 +1,67 @@
+"""What a router is asked, and what it may know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request on its way.
+
+    Attributes:
+        num_tokens: of its prompt.
+        max_tokens: that it may still generate.
+        blocks: hashes of its prompt's whole blocks, each of all up to there; empty: it shares nothing with others.
+        session: whose it is, where its client says so ("" if not).
+        priority: as of `core.request.Request`: the lower, the sooner.
+    """
+
+    num_tokens: int
+    max_tokens: int = 0
+    blocks: Sequence[int] = ()
+    session: str = ""
+    priority: int = 0
+
+
+@dataclass
+class Load:
+    """One engine, as its router sees it.
+
+    Attributes:
+        number: which engine it is, for as long as it is there.
+        requests: given to it and not finished.
+        tokens: of their prompts, and those that they have generated.
+        waiting_tokens: of the prompts of those that have no token yet.
+        kv_blocks, kv_used: of its KV memory, and those of them that running requests hold, as it said last.
+        block_size: tokens of a block.
+    """
+
+    number: int
+    requests: int = 0
+    tokens: int = 0
+    waiting_tokens: int = 0
+    kv_blocks: int = 0
+    kv_used: int = 0
+    block_size: int = 16
+
+
+class Router(Protocol):
+    """Chooses one of the engines that can be given work. Deterministic: the same questions get the same answers.
+
+    One with `reads_blocks` is told `Asked.blocks`, which take time to make.
+    """
+
+    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+        """Index into `loads`, of which there is one at least."""
+        ...
+
+    def placed(self, asked: Asked, number: int) -> None:
+        """The request went to engine `number`: as chosen, or because its engine had died."""
+        ...
+
+    def gone(self, number: int) -> None:
+        """Engine `number` has lost all that it had."""
+        ...
