@@ -19,7 +19,7 @@ from penstock.config import EngineConfig, from_kwargs
 from penstock.core.output import RequestOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.frontend import EngineClient
-from penstock.engine.placement import Placement
+from penstock.engine.placement import EnginePlacement
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.stream import Stream
 from penstock.launch.bundled import bundled_model
@@ -91,7 +91,7 @@ async def replicated(size: int, policy: str = "prefix", config: EngineConfig | N
     config = config or nano(data_parallel_size=size)
     links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=10_000) for _ in range(size)]
     front = open_front(config)
-    placing = Placement(ROUTERS.get(policy)())
+    placing = EnginePlacement(ROUTERS.get(policy)())
     client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
     await client.start()
     try:

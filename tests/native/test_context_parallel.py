@@ -18,7 +18,7 @@ from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.program import Pool
 from penstock.parallel import shard as sharding
 from penstock.parallel.comm import SharedComm, shared_memory
-from penstock.plan.ranks import ranked_groups
+from penstock.plan.ranks import even_ranges, ranked_groups
 from tests import specs
 from tests.engine.harness import Knobs, config_for, plan_for, real_engine, request, run
 from tests.native.running import ISAS, pytestmark_native
@@ -193,7 +193,7 @@ def test_H11_H12_bytes_of_a_step_are_the_formula_and_know_nothing_of_the_context
     for rank in range(size):
 
         def own(width: int, unit: int = 5, rank: int = rank) -> int:
-            first, last = sharding.even_ranges(width, size, unit)[rank]
+            first, last = even_ranges(width, size, unit)[rank]
             return last - first
 
         columns = merged = 0

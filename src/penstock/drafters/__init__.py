@@ -9,6 +9,7 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import Drafter
 
 if TYPE_CHECKING:
+    from penstock.config.speculative import SpeculativeConfig
     from penstock.drafters.bench import DraftBench
 
 
@@ -43,3 +44,8 @@ DRAFTERS.add("function", "penstock.drafters.function:make", DrafterTraits())
 DRAFTERS.add("jacobi", "penstock.drafters.jacobi:make", DrafterTraits())
 DRAFTERS.add("gauss-seidel", "penstock.drafters.jacobi:make_gauss_seidel", DrafterTraits())
 DRAFTERS.add("lookahead", "penstock.drafters.lookahead:make", DrafterTraits(num_drafts=32, branches=True))
+
+
+def branches(config: SpeculativeConfig) -> bool:
+    """Whether a drafter's drafts are trees that branch."""
+    return config.tree != "chain" or DRAFTERS.traits(config.method).branches

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.base.hashing import digest
 from penstock.core.request import Request
-from penstock.route.router import Asked, Load, Router
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 if TYPE_CHECKING:
     from penstock.engine.replica import Replica
@@ -19,21 +19,21 @@ MOST_BLOCKS = 1024
 
 class _Given(NamedTuple):
     tokens: int
-    asked: Asked
+    asked: RoutedRequest
 
 
-class Placement:
+class EnginePlacement:
     """See `replica.Placing`. `block_size`: of the engines' prefix cache; 0: there is none (or none is known yet), and
     prompts share nothing."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: RoutePolicy) -> None:
         self.router = router
         self.block_size = 0
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, EngineLoad] = {}
         self._given: dict[str, _Given] = {}
         self._waiting: dict[str, int] = {}
         """Tokens of the prompts of those that have no token yet."""
-        self._asked: tuple[str, Asked] | None = None
+        self._asked: tuple[str, RoutedRequest] | None = None
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
         loads = [self._load(replica) for replica in replicas]
@@ -68,20 +68,20 @@ class Placement:
         load.tokens -= given.tokens
         load.waiting_tokens -= self._waiting.pop(request_id, 0)
 
-    def _load(self, replica: Replica) -> Load:
+    def _load(self, replica: Replica) -> EngineLoad:
         load = self._loads.get(replica.number)
         if load is None:
-            load = self._loads[replica.number] = Load(replica.number)
+            load = self._loads[replica.number] = EngineLoad(replica.number)
         said = replica.snapshot
         load.kv_blocks, load.kv_used = said.kv_total, said.kv_used
         load.block_size = self.block_size or 1
         return load
 
-    def _of(self, request: Request) -> Asked:
-        """Asked twice of each request: when it is placed, too."""
+    def _of(self, request: Request) -> RoutedRequest:
+        """RoutedRequest twice of each request: when it is placed, too."""
         if self._asked is not None and self._asked[0] == request.request_id:
             return self._asked[1]
-        asked = Asked(
+        asked = RoutedRequest(
             len(request.prompt_token_ids), request.max_tokens, self._blocks(request), request.namespace.hex(),
             request.priority,
         )  # fmt: skip

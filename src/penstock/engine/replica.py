@@ -15,10 +15,10 @@ from penstock.engine.replay import Replay, resumed
 if TYPE_CHECKING:
     from penstock.engine.client import OutputProcessor
     from penstock.engine.stream import Stream
-    from penstock.route.router import Router
+    from penstock.route.router import RoutePolicy
 
 
-class Owner(Protocol):
+class ReplicaOwner(Protocol):
     """The client that a replica belongs to; `frontend.EngineClient` is one."""
 
     info: EngineInfo | None
@@ -30,9 +30,9 @@ class Owner(Protocol):
 
 
 class Placing(Protocol):
-    """Chooses between replicas, and counts what each has; `placement.Placement` is one."""
+    """Chooses between replicas, and counts what each has; `placement.EnginePlacement` is one."""
 
-    router: Router
+    router: RoutePolicy
     block_size: int
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica: ...
@@ -47,7 +47,7 @@ class Placing(Protocol):
 class Replica:
     """A `link.Listener`. `streams`: everything that lives and is its."""
 
-    def __init__(self, owner: Owner, number: int, link: Link, processor: OutputProcessor) -> None:
+    def __init__(self, owner: ReplicaOwner, number: int, link: Link, processor: OutputProcessor) -> None:
         self._owner, self.number, self.link, self._processor = owner, number, link, processor
         self.streams: dict[str, Stream] = {}
         self.snapshot = EngineSnapshot()

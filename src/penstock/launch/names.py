@@ -8,14 +8,13 @@ from penstock.backends import BACKENDS
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.matrix_format import parse_scheme
-from penstock.drafters import DRAFTERS
+from penstock.drafters import DRAFTERS, branches
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.plugins import load_plugins
-from penstock.launch.speculation import branches
 from penstock.ops.attention import ATTENTION_BACKENDS, DEVICE_ATTENTION
 from penstock.sched.policy import make_offline_policy, make_policy
 from penstock.select import KV_SELECTORS

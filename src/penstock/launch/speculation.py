@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.protocols import DraftController, Drafter, StepTimer
-from penstock.drafters import DRAFTERS
+from penstock.drafters import DRAFTERS, branches
 from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
 from penstock.runner.rows import RowStore
@@ -73,11 +73,6 @@ def make_controller(config: EngineConfig, timer: StepTimer | None = None) -> Dra
     else:
         made = make(num_drafts(wanted), wanted.max_depth, timer=timer, branching=branches(wanted))
     return made
-
-
-def branches(config: SpeculativeConfig) -> bool:
-    """Whether a drafter's drafts are trees that branch."""
-    return config.tree != "chain" or DRAFTERS.traits(config.method).branches
 
 
 def num_drafts(config: SpeculativeConfig) -> int:

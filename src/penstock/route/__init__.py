@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from penstock.base.registry import Registry
-from penstock.route.router import Router
+from penstock.route.router import RoutePolicy
 
-ROUTERS: Registry[type[Router], None] = Registry("route_policy")
-ROUTERS.add("round-robin", "penstock.route.plain:RoundRobin")
-ROUTERS.add("least-requests", "penstock.route.plain:LeastRequests")
+ROUTERS: Registry[type[RoutePolicy], None] = Registry("route_policy")
+ROUTERS.add("round-robin", "penstock.route.plain:InTurn")
+ROUTERS.add("least-requests", "penstock.route.plain:FewestRequests")
 ROUTERS.add("least-tokens", "penstock.route.plain:LeastTokens")
 ROUTERS.add("least-kv", "penstock.route.plain:LeastKV")
 ROUTERS.add("power-of-two", "penstock.route.plain:PowerOfTwo")
 ROUTERS.add("session", "penstock.route.session:Session")
-ROUTERS.add("prefix", "penstock.route.prefix:Prefix")
+ROUTERS.add("prefix", "penstock.route.prefix:PrefixRoute")
 ROUTERS.add("virtual-usage", "penstock.route.virtual_usage:VirtualUsage")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from penstock.route.router import Asked, Load
+from penstock.route.router import EngineLoad, RoutedRequest
 
 SEED = 0
 
@@ -13,62 +13,62 @@ SEED = 0
 class _Plain:
     """Remembers nothing of what it has placed."""
 
-    def placed(self, asked: Asked, number: int) -> None:
+    def placed(self, asked: RoutedRequest, number: int) -> None:
         return
 
     def gone(self, number: int) -> None:
         return
 
 
-class RoundRobin(_Plain):
+class InTurn(_Plain):
     """One after the other."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         self._next += 1
         return (self._next - 1) % len(loads)
 
 
-class LeastRequests(_Plain):
+class FewestRequests(_Plain):
     """Whoever has fewest that are not finished; the first of those."""
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: loads[i].requests)
 
 
 class LeastTokens(_Plain):
     """Whoever has fewest tokens, of prompts and generated: a long prompt counts for more than a short one."""
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: (loads[i].tokens, loads[i].requests))
 
 
 class LeastKV(_Plain):
     """Whoever has the smallest part of its KV memory in use; the fewest requests among equals."""
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: (kv_permille(loads[i]), loads[i].requests))
 
 
 class PowerOfTwo(_Plain):
     """The better of two that are drawn: nearly as good as the best of all, and no herd runs to one whose news are old.
 
-    Source: Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (2001).
+    Source: Mitzenmacher, The Power of Two Choices in Randomized EngineLoad Balancing (2001).
     """
 
     def __init__(self) -> None:
         self._rng = random.Random(SEED)
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         if len(loads) == 1:
             return 0
         one, other = self._rng.sample(range(len(loads)), 2)
         return min(one, other, key=lambda i: (loads[i].requests, loads[i].tokens, i))
 
 
-def kv_permille(load: Load) -> int:
+def kv_permille(load: EngineLoad) -> int:
     """Of its KV memory, what its requests hold, by what was placed there or what it said, whichever is more."""
     if not load.kv_blocks:
         return load.requests

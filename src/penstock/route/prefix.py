@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from penstock.route.router import Asked, Load
+from penstock.route.router import EngineLoad, RoutedRequest
 
 IMBALANCE_TOKENS = 4096
 """Tokens to be computed that an engine may have more than the least loaded one, besides those that it saves."""
 DEFAULT_BLOCKS = 1 << 16
 
 
-class Prefix:
+class PrefixRoute:
     """Cost of an engine: tokens of the prompt that it would have to compute, and the tokens that wait there already."""
 
     reads_blocks = True
@@ -37,7 +37,7 @@ class Prefix:
             count += 1
         return count
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         for load in loads:
             self._capacity[load.number] = load.kv_blocks or DEFAULT_BLOCKS
         saved = [self.matched(load.number, asked.blocks) * load.block_size for load in loads]
@@ -50,7 +50,7 @@ class Prefix:
             return best
         return min(range(len(loads)), key=lambda i: (loads[i].waiting_tokens - saved[i], loads[i].tokens))
 
-    def placed(self, asked: Asked, number: int) -> None:
+    def placed(self, asked: RoutedRequest, number: int) -> None:
         own = self._blocks.setdefault(number, OrderedDict())
         for block in reversed(asked.blocks):  # the beginning is the last to be forgotten
             own[block] = None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Asked:
+class RoutedRequest:
     """A request on its way.
 
     Attributes:
@@ -27,7 +27,7 @@ class Asked:
 
 
 @dataclass
-class Load:
+class EngineLoad:
     """One engine, as its router sees it.
 
     Attributes:
@@ -48,17 +48,17 @@ class Load:
     block_size: int = 16
 
 
-class Router(Protocol):
+class RoutePolicy(Protocol):
     """Chooses one of the engines that can be given work. Deterministic: the same questions get the same answers.
 
-    One with `reads_blocks` is told `Asked.blocks`, which take time to make.
+    One with `reads_blocks` is told `RoutedRequest.blocks`, which take time to make.
     """
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         """Index into `loads`, of which there is one at least."""
         ...
 
-    def placed(self, asked: Asked, number: int) -> None:
+    def placed(self, asked: RoutedRequest, number: int) -> None:
         """The request went to engine `number`: as chosen, or because its engine had died."""
         ...
 

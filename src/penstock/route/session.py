@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.base.hashing import digest
-from penstock.route.plain import LeastRequests
-from penstock.route.router import Asked, Load
+from penstock.route.plain import FewestRequests
+from penstock.route.router import EngineLoad, RoutedRequest
 
 
 class Session:
@@ -16,14 +16,14 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._others = LeastRequests()
+        self._others = FewestRequests()
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         if not asked.session:
             return self._others.choose(asked, loads)
         return max(range(len(loads)), key=lambda i: digest(f"{asked.session} {loads[i].number}".encode(), size=8))
 
-    def placed(self, asked: Asked, number: int) -> None:
+    def placed(self, asked: RoutedRequest, number: int) -> None:
         return
 
     def gone(self, number: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.route.router import Asked, Load
+from penstock.route.router import EngineLoad, RoutedRequest
 
 HEADROOM_PERMILLE = 250
 """Of an engine's memory that a request of high priority keeps free."""
@@ -20,10 +20,10 @@ class VirtualUsage:
         self._headroom: dict[int, int] = {}
         """Permille that engines keep free for requests of high priority that were placed there last."""
 
-    def choose(self, asked: Asked, loads: Sequence[Load]) -> int:
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return max(range(len(loads)), key=lambda i: (self.freeness(loads[i], asked), -loads[i].number))
 
-    def freeness(self, load: Load, asked: Asked) -> int:
+    def freeness(self, load: EngineLoad, asked: RoutedRequest) -> int:
         """Tokens of room for each request there, the new one among them: (memory - virtual usage) / requests."""
         blocks = load.kv_blocks or 1 << 16
         memory = blocks * load.block_size
@@ -31,7 +31,7 @@ class VirtualUsage:
         usage = max(load.tokens, load.kv_used * load.block_size) + load.waiting_tokens + asked.num_tokens + kept
         return (memory - usage) // (load.requests + 1)
 
-    def placed(self, asked: Asked, number: int) -> None:
+    def placed(self, asked: RoutedRequest, number: int) -> None:
         self._headroom[number] = HEADROOM_PERMILLE if asked.priority < 0 else 0
 
     def gone(self, number: int) -> None:

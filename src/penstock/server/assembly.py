@@ -157,12 +157,12 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
             field=name,
         )
     # Who serves one engine has no use for routers.
-    from penstock.engine.placement import Placement
+    from penstock.engine.placement import EnginePlacement
     from penstock.route import ROUTERS
 
     router = ROUTERS.get(config.server.route_policy)()
     links = [make_link(config, spare if number == 0 else None) for number in range(size)]
-    return EngineClient(links[0], None, clock, further=links[1:], placing=Placement(router))
+    return EngineClient(links[0], None, clock, further=links[1:], placing=EnginePlacement(router))
 
 
 def model_name(path: str) -> str:

@@ -363,7 +363,7 @@ def test_the_model_may_be_positional() -> None:
     [
         (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
         (["--dtype", "fp9"], "--dtype: must be one of"),
-        (["--nnodes", "2"], "--nnodes: running one model on several devices"),
+        (["--prefill-context-parallel-size", "2"], "--prefill-context-parallel-size: running one model on"),
         (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
         (["--context-length", "0"], "--context-length: must be at least 1, not 0"),
         (["-c", "9", "--max-model-len", "8"], "--ctx-size: is another engine's name for max_model_len, which is given"),

@@ -110,7 +110,7 @@ def test_an_empty_variable_is_not_set_and_sizes_have_suffixes() -> None:
         ("PENSTOCK_SWAP_SPACE", "much", "'much' is not a number"),
         ("PENSTOCK_STRICT", "maybe", "must be true or false (1, 0, yes, no, on, off), not 'maybe'"),
         ("PENSTOCK_KV_CACHE_DTYPE", "fp8", "fp8 is another engine's: 8-bit floats"),
-        ("PENSTOCK_NNODES", "2", "running one model on several devices"),
+        ("PENSTOCK_PREFILL_CONTEXT_PARALLEL_SIZE", "2", "running one model on several devices"),
         ("PENSTOCK_TRUST_REMOTE_CODE", "1", "Penstock never runs code"),
         ("PENSTOCK_CONTEXT_LENGTH", "x", "'x' is not an integer"),
     ],
