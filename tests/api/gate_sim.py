@@ -35,8 +35,11 @@ CPU = LinearTimer(0.02, 0.0005)
 class PlayedClient(EngineClient):
     """As much of a client as admission looks at."""
 
+    state, reason = "ready", ""
+    snapshot = EngineSnapshot()
+
     def __init__(self) -> None:
-        self.state, self.reason, self.snapshot = "ready", "", EngineSnapshot()
+        return
 
 
 class PlayedStream:

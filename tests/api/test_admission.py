@@ -36,8 +36,11 @@ A, B = Tenant("a"), Tenant("b")
 class FakeClient(EngineClient):
     """As much of a client as admission looks at."""
 
+    state, reason = "ready", ""
+    snapshot = EngineSnapshot()
+
     def __init__(self) -> None:
-        self.state, self.reason, self.snapshot = "ready", "", EngineSnapshot()
+        return
 
 
 class FakeStream:

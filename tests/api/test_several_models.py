@@ -321,7 +321,7 @@ def test_a_killed_engine_hurts_no_other(encoder: Path) -> None:
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(
     encoder: Path, more: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.server.build.make_link", lambda *given: pytest.fail("an engine was begun"))
+    monkeypatch.setattr("penstock.server.assembly.make_link", lambda *given: pytest.fail("an engine was begun"))
     with pytest.raises(PenstockError, match=said):
         LiveServer(several(encoder, **more)).__enter__()
 

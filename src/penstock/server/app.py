@@ -130,6 +130,11 @@ def allowed_methods(app: Starlette, path: str) -> list[str]:
     return sorted(found | {"OPTIONS"}) if found else []
 
 
+def _shape_path(method: str, path: str) -> str:
+    """Whose clients read an error: at / those of TGI, if they post something, and else the page."""
+    return "" if path == "/" and method != "POST" else path
+
+
 def error_response(error: WireError, path: str) -> Response:
     body = msgspec.json.encode(error.body(path))
     return Response(body, status_code=error.status, media_type="application/json", headers=error.headers())
@@ -222,7 +227,7 @@ class Around:
         answer = scope["state"]["error"] = wire_error(error)
         if answer.status == 500 and answer.code == "internal_error":
             log.error("%s failed", path, exc_info=error)
-        response = error_response(answer, path)
+        response = error_response(answer, _shape_path(scope["method"], path))
         if answer.status in (413, 415):
             response.headers["connection"] = "close"  # the rest of the body is not read
         return response
@@ -238,6 +243,6 @@ class Around:
         said = {404: f"there is nothing at {shown}", 405: f"{method} is not possible at {shown}"}
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         told = WireError(error.status_code, said.get(error.status_code, str(error.detail)), code=code)
-        response = error_response(told, path)
+        response = error_response(told, _shape_path(method, path))
         response.headers.update(headers)
         return response
