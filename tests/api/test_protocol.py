@@ -100,13 +100,13 @@ def echo() -> Iterator[Echo]:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(main())
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     up.wait()
     yield app
     app.parts["loop"].call_soon_threadsafe(app.release.set)
     server.should_exit = server.force_exit = True
-    thread.join()
+    thread.join(30.0)  # once in a long while uvloop doesn't come back from closing hundreds of connections
     assert limits.pending_now == 0, "bytes of bodies that are gone are still counted"
 
 
