@@ -132,7 +132,7 @@ def allowed_methods(app: Starlette, path: str) -> list[str]:
 
 def _shape_path(method: str, path: str) -> str:
     """Whose clients read an error: at / those of TGI, if they post something, and else the page."""
-    return "" if path == "/" and method != "POST" else path
+    return "/generate" if path == "/" and method == "POST" else path
 
 
 def error_response(error: WireError, path: str) -> Response:

@@ -50,7 +50,7 @@ class WireError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         for begins, shape in _SHAPES:
-            if path.startswith(begins) or (path == "/" and shape is _tgi):
+            if path.startswith(begins):
                 return shape(self)
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error, **self.extra}
