@@ -79,8 +79,9 @@ def test_every_route_needs_a_key(guarded: LiveServer) -> None:
                 assert answer.headers["www-authenticate"] == "Bearer"
                 if method == "HEAD":
                     continue
-                error = answer.json()["error"]  # of Ollama's paths, a sentence
-                assert "key" in error if path.startswith("/api/") else error["type"] == "authentication_error", path
+                error = answer.json()["error"]  # of Ollama's paths and TGI's, a sentence
+                said = path.startswith(("/api/", "/generate")) or (path == "/" and method == "POST")
+                assert "key" in error if said else error["type"] == "authentication_error", path
                 assert USER not in answer.text
                 seen += 1
     assert seen > 30

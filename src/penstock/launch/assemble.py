@@ -236,6 +236,7 @@ def model_of(
             keeping_of(config), spec, partial(fingerprint, weights), hidden=keeps_hidden(config),
             moves=config.cache.kv_allocator == "modules",
         ),
+        rotation=config.cache.kv_rotation,
         comm=comm,
         sums=config.execution.tensor_parallel_sums,
         whole_experts=config.execution.enable_expert_parallel,
