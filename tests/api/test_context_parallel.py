@@ -15,7 +15,7 @@ from penstock.config import from_kwargs
 from penstock.core.machine import Machine
 from penstock.launch.build import plan_of
 from tests.api.conftest import bundled
-from tests.api.test_ranks import PARAMS, PROMPTS, native
+from tests.api.test_ranks import PARAMS, PROMPTS, kept_on_disk, native
 from tests.api.watch import grown, scrape, small
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 
@@ -71,24 +71,7 @@ def test_H11_whatever_is_switched_on_the_tokens_are_those_of_one_rank(
 
 @native
 def test_H11_blocks_on_the_disk_are_a_ranks_own_tokens(tmp_path: Path) -> None:
-    prompt = "Once upon a time there was a little girl named Lily. She loved to play outside in the park. " * 3
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    found, hits = [], []
-    for size in (1, 2, 2):
-        llm = LLM(
-            bundled(), ops="native", threads=1, max_model_len=128, block_size=8, context_parallel_size=size,
-            kv_offload=f"disk:{tmp_path / f'kv{size}'},1GiB", kv_load_policy="wait",
-        )  # fmt: skip
-        (output,) = llm.generate([prompt], params)
-        found.append(output.outputs[0].token_ids)
-        hits.append(output.num_cached_tokens)
-        for _ in range(20):  # what waits is written
-            llm.generate(["x"], SamplingParams(max_tokens=1))
-        llm.engine.core.executor.close()
-    assert found[1] == found[0]
-    assert found[2] == found[0]
-    assert hits[:2] == [0, 0]
-    assert hits[2] > 40, "the second engine on two ranks has what the first one wrote"
+    kept_on_disk(tmp_path, "context_parallel_size", 2)
 
 
 @native

@@ -78,37 +78,35 @@ def test_H01_whatever_is_switched_on_the_tokens_are_those_of_one_rank(
         assert said(**settings, tensor_parallel_size=size) == alone, size
 
 
-@native
-@pytest.mark.parametrize("quantization", ["none", "int8-wo"])
-def test_rows_with_adapters_have_their_tokens_on_ranks_too(tmp_path: Path, quantization: str) -> None:
+def with_adapters(folder: Path, *hows: dict[str, Any]) -> list[Any]:
+    """By settings: tokens and log-probabilities of a prompt without an adapter, and with each of three made ones."""
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for i in range(3):
-        nano_folder(tmp_path / str(i), i, targets=targets)
-    asked = [None, *(LoRARequest(f"a{i}", i + 1, str(tmp_path / str(i))) for i in range(3))]
+        nano_folder(folder / str(i), i, targets=targets)
+    asked = [None, *(LoRARequest(f"a{i}", i + 1, str(folder / str(i))) for i in range(3))]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
     found = []
-    for size in (1, 2, 3):
+    for how in hows:
         llm = LLM(
             nano(), ops="native", threads=1, max_model_len=128, enable_lora=True, max_loras=2, max_cpu_loras=2,
-            quantization=quantization, tensor_parallel_size=size, lora_memory=1.0,
+            lora_memory=1.0, **how,
         )  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
         outputs = llm.generate([PROMPTS[0]] * 4, params, lora_request=asked)
         llm.engine.core.executor.close()
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[1] == found[0]
-    assert found[2] == found[0]
     assert len({tuple(ids) for ids, _ in found[0]}) > 2, "adapters change something"
+    return found
 
 
-@native
-def test_blocks_on_the_disk_are_a_ranks_own_and_outlive_it(tmp_path: Path) -> None:
+def kept_on_disk(folder: Path, setting: str, size: int) -> None:
+    """One rank, then `size` of them twice: the same tokens, and the second engine has what the first one wrote."""
     prompt = "Once upon a time there was a little girl named Lily. She loved to play outside in the park. " * 3
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found, hits = [], []
-    for size in (1, 3, 3):
+    for n in (1, size, size):
         llm = LLM(
-            bundled(), ops="native", threads=1, max_model_len=128, block_size=8, tensor_parallel_size=size,
-            kv_offload=f"disk:{tmp_path / f'kv{size}'},1GiB", kv_load_policy="wait",
+            bundled(), ops="native", threads=1, max_model_len=128, block_size=8, kv_load_policy="wait",
+            kv_offload=f"disk:{folder / f'kv{n}'},1GiB", **{setting: n},
         )  # fmt: skip
         (output,) = llm.generate([prompt], params)
         found.append(output.outputs[0].token_ids)
@@ -119,7 +117,20 @@ def test_blocks_on_the_disk_are_a_ranks_own_and_outlive_it(tmp_path: Path) -> No
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert hits[:2] == [0, 0]
-    assert hits[2] > 40, "the second engine on three ranks has what the first one wrote"
+    assert hits[2] > 40
+
+
+@native
+@pytest.mark.parametrize("quantization", ["none", "int8-wo"])
+def test_rows_with_adapters_have_their_tokens_on_ranks_too(tmp_path: Path, quantization: str) -> None:
+    hows = [{"quantization": quantization, "tensor_parallel_size": size} for size in (1, 2, 3)]
+    alone, *ranked = with_adapters(tmp_path, *hows)
+    assert ranked == [alone, alone]
+
+
+@native
+def test_blocks_on_the_disk_are_a_ranks_own_and_outlive_it(tmp_path: Path) -> None:
+    kept_on_disk(tmp_path, "tensor_parallel_size", 3)
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert folders == ["kv1", "kv3", "kv3.rank1of3", "kv3.rank2of3"]
 

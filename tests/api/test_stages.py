@@ -8,15 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock import LLM, LoRARequest, SamplingParams
+from penstock import LLM
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
 from penstock.launch.build import plan_of
 from penstock.launch.bundled import bundled_model
-from tests.adapting import nano, nano_folder
 from tests.api.conftest import bundled
-from tests.api.test_ranks import PROMPTS, native, said
+from tests.api.test_ranks import native, said, with_adapters
 from tests.api.watch import grown, scrape, small
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
@@ -67,22 +66,9 @@ def test_H03_three_and_six_stages_too() -> None:
 
 @native
 def test_H03_rows_with_adapters_have_their_tokens_on_stages_too(tmp_path: Path) -> None:
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for i in range(3):
-        nano_folder(tmp_path / str(i), i, targets=targets)
-    asked = [None, *(LoRARequest(f"a{i}", i + 1, str(tmp_path / str(i))) for i in range(3))]
-    found = []
-    for size in (1, 2):
-        llm = LLM(
-            nano(), ops="native", threads=1, max_model_len=128, enable_lora=True, max_loras=2, max_cpu_loras=2,
-            pipeline_parallel_size=size, pipeline_microbatches=3, lora_memory=1.0,
-        )  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
-        outputs = llm.generate([PROMPTS[0]] * 4, params, lora_request=asked)
-        llm.engine.core.executor.close()
-        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[1] == found[0]
-    assert len({tuple(ids) for ids, _ in found[0]}) > 2, "adapters change something"
+    hows = [{"pipeline_parallel_size": size, "pipeline_microbatches": 3} for size in (1, 2)]
+    alone, staged = with_adapters(tmp_path, *hows)
+    assert staged == alone
 
 
 @native

@@ -86,10 +86,12 @@ def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]],
 
 
 @asynccontextmanager
-async def replicated(size: int, policy: str = "prefix", config: EngineConfig | None = None) -> AsyncIterator[Running]:
+async def replicated(
+    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000
+) -> AsyncIterator[Running]:
     """Several engines of one model behind one client."""
-    config = config or nano(data_parallel_size=size)
-    links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=10_000) for _ in range(size)]
+    config = nano(data_parallel_size=size)
+    links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute) for _ in range(size)]
     front = open_front(config)
     placing = EnginePlacement(ROUTERS.get(policy)())
     client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)

@@ -260,7 +260,7 @@ def test_tokens_clear_a_suspect() -> None:
     run.step()
     run.crash(["long"])
     run.up()
-    suspects = run.client._replay.suspects
+    suspects = run.client.replicas[0].replay.suspects
     while len(run.streams["long"].output.outputs[0].token_ids) < CLEAR_AFTER + 2:
         assert run.client.state in ("ready", "restarting")
         run.step()
@@ -284,17 +284,17 @@ def test_what_comes_and_goes_while_suspects_are_tried() -> None:
     assert not run.client.ready()[0]
     run.submit("penalties", *KINDS["penalties"])
     assert [type(item) for item in run.sent[-1:]] == [Request]
-    assert run.client._replay.trial == "greedy"
+    assert run.client.replicas[0].replay.trial == "greedy"
     run.streams["greedy"].abort()  # the client of the one being tried goes; the trial does not
-    assert run.client._replay.trial == "greedy"
+    assert run.client.replicas[0].replay.trial == "greedy"
     assert run.streams["greedy"].ended
-    while run.client._replay.trial == "greedy":
+    while run.client.replicas[0].replay.trial == "greedy":
         run.step()
     assert [i.request_id for i in run.sent[-2:]] == ["greedy", "seeded"]
     assert isinstance(run.sent[-2], Abort)
-    assert run.client._replay.trial == "seeded"
+    assert run.client.replicas[0].replay.trial == "seeded"
     run.drain()
-    assert not run.client._replay._left
+    assert not run.client.replicas[0].replay._left
     assert run.client.ready() == (True, "")
     expected, _ = undisturbed(1, False)
     results = run.results()

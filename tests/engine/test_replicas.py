@@ -11,6 +11,9 @@ from collections import Counter
 
 import pytest
 
+from penstock.base.errors import EngineGoneError
+from penstock.launch.front import limits_from
+from penstock.text.validate import build_request
 from tests.engine.processes import Running, nano, replicated, running, within
 from tests.engine.test_process_link import params
 
@@ -103,6 +106,48 @@ async def test_H04_equal_beginnings_go_to_the_same_engine() -> None:
         found = await asyncio.gather(*(stream.result() for stream in again))
         assert all(output.num_cached_tokens > 0 for output in found)
         await other.result()
+
+
+@within(120)
+async def test_H04_an_engine_that_is_given_up_leaves_all_to_the_others() -> None:
+    want = await calm_texts()
+    async with replicated(2, "round-robin", max_restarts_per_minute=0) as engine:
+        client = engine.client
+        for last in (False, True):
+            streams = [engine.submit(f"{last}{i}", PROMPTS[i], params(i)) for i in range(6)]
+            tasks = [asyncio.create_task(stream.result()) for stream in streams]
+            await engine.until(lambda streams=streams: len(streams[1].output.outputs[0].token_ids) >= 3)
+            number = next(replica.number for replica in client.replicas if replica.state == "ready")
+            os.kill(pid_of(engine, number) or 0, signal.SIGKILL)
+            await engine.until(lambda number=number: client.replicas[number].state == "failed")
+            if last:
+                break
+            assert client.state == "ready"
+            assert [output.outputs for output in await asyncio.gather(*tasks)] == want
+        assert client.state == "failed"
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(answer, EngineGoneError) for answer in found)
+        with pytest.raises(EngineGoneError):
+            engine.submit("late", PROMPTS[0], params(0))
+
+
+@within(120)
+async def test_H04_requests_of_a_session_go_to_one_engine() -> None:
+    async with replicated(2, "session") as engine:
+        assert engine.client.info is not None
+        assert engine.front.tokenizer is not None
+        limits = limits_from(engine.client.info)
+        ids = engine.front.tokenizer.encode(PROMPTS[0])
+        chosen: dict[str, set[int]] = {}
+        streams = []
+        for n in range(24):
+            request = build_request(f"s{n}", ids, params(0), limits=limits, tokenizer=engine.front.tokenizer, seed=n)
+            session = f"session {n % 8}"
+            streams.append(engine.client.submit(request, params(0), session=session))
+            chosen.setdefault(session, set()).add(streams[-1].replica.number)
+        assert all(len(numbers) == 1 for numbers in chosen.values())
+        assert set().union(*chosen.values()) == {0, 1}
+        await asyncio.gather(*(stream.result() for stream in streams))
 
 
 @within(120)

@@ -99,13 +99,13 @@ def test_one_kill_from_outside_during_a_trial_convicts_nobody() -> None:
     run.step()
     run.die(["0", "1", "2"])
     run.up()
-    assert run.client._replay.trial == "0"
+    assert run.client.replicas[0].replay.trial == "0"
     run.step()
-    while run.client._replay.trial != "1":
+    while run.client.replicas[0].replay.trial != "1":
         run.step()
     run.die(["1"])
     run.up()
-    assert run.client._replay.trial == "1", "it comes first, in an engine that has done nothing else"
+    assert run.client.replicas[0].replay.trial == "1", "it comes first, in an engine that has done nothing else"
     run.drain()
     assert [run.results()[str(i)] for i in range(3)] == [expected(str(i)) for i in range(3)]
     assert len(run.unexplained) == 2, "and these count as restarts"
@@ -119,7 +119,7 @@ def test_who_has_shown_a_token_is_not_blamed_for_what_comes_after() -> None:
     run.step()
     run.die(["0"])
     run.up()
-    while not run.client._replay._stopping:
+    while not run.client.replicas[0].replay._stopping:
         run.step()
     run.die(["0"])
     assert run.client.num_live == 1
@@ -151,8 +151,9 @@ def test_those_that_have_been_tried_are_not_tried_again_for_somebody_elses_death
         run.submit(str(i), PROMPT[: 3 + i], LONG)
     run.submit("poison0", [4, 4, 5], LONG)
     run.submit("poison1", [4, 4, 6], LONG)
-    next_one = run.client._replay.suspects.next
-    run.client._replay.suspects.next = lambda: (tried.append(name) if (name := next_one()) else None, name)[1]  # type: ignore[method-assign]
+    suspects = run.client.replicas[0].replay.suspects
+    next_one = suspects.next
+    suspects.next = lambda: (tried.append(name) if (name := next_one()) else None, name)[1]  # type: ignore[method-assign]
     run.live()
     assert sorted(tried) == sorted([*map(str, range(6)), "poison0", "poison1"])
 
@@ -201,7 +202,7 @@ def test_leaving_does_not_help_a_poison(when: str) -> None:
     if when == "before its trial":
         run.streams["poison"].abort()
     run.up()
-    while run.client._replay.trial != "poison":
+    while run.client.replicas[0].replay.trial != "poison":
         run.step()
     if when == "on trial":
         run.streams["poison"].abort()
@@ -226,8 +227,8 @@ def test_the_harmless_that_leave_are_forgotten() -> None:
     run.up()
     run.streams["2"].abort()
     run.drain()
-    assert run.client._replay._left == {}
-    assert not any(run.client._replay.suspects.has_strike(str(i)) for i in range(3))
+    assert run.client.replicas[0].replay._left == {}
+    assert not any(run.client.replicas[0].replay.suspects.has_strike(str(i)) for i in range(3))
     assert run.client.convictions.num_convicted == 0
     assert_idle(run.core)
 
@@ -239,10 +240,10 @@ def test_leavers_of_a_healthy_engine_are_forgotten_after_two_messages() -> None:
         run.submit(str(i), PROMPT[: 3 + i % 5], LONG)
         run.step()
         run.streams[str(i)].abort()
-        assert len(run.client._replay._left) <= 2
+        assert len(run.client.replicas[0].replay._left) <= 2
     run.step()
     run.step()
-    assert run.client._replay._left == {}
+    assert run.client.replicas[0].replay._left == {}
 
 
 def test_who_left_is_remembered_for_one_message_more() -> None:
@@ -254,10 +255,10 @@ def test_who_left_is_remembered_for_one_message_more() -> None:
     run.streams["0"].abort()
     run.step()
     run.die(["0", "1"])
-    assert run.client._replay.suspects.has_strike("0")
+    assert run.client.replicas[0].replay.suspects.has_strike("0")
     run.up()
     run.drain()
-    assert run.client._replay._left == {}
+    assert run.client.replicas[0].replay._left == {}
 
 
 def test_those_who_leave_while_an_engine_hangs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +269,9 @@ def test_those_who_leave_while_an_engine_hangs_are_bounded(monkeypatch: pytest.M
     run.step()
     for i in range(8):
         run.streams[str(i)].abort()
-    assert sorted(run.client._replay._left) == ["0", "1", "2"]
+    assert sorted(run.client.replicas[0].replay._left) == ["0", "1", "2"]
     run.die(["1", "7"])
-    assert sorted(run.client._replay._left) == ["1"], "only suspects are of use from here on"
+    assert sorted(run.client.replicas[0].replay._left) == ["1"], "only suspects are of use from here on"
 
 
 @pytest.mark.parametrize("left", [False, True])

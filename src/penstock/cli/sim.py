@@ -85,12 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replicas(parser: argparse.ArgumentParser) -> None:
+    from penstock.route import ROUTERS  # nobody else of the command line needs it
+
     group = parser.add_argument_group("several engines")
     group.add_argument("--replicas", type=count, metavar="N", help="so many engines behind a router")
     group.add_argument(
-        "--router", choices=("round-robin", "least-requests", "prefix"), default="round-robin",
-        help="who gets a request (default: round-robin). prefix: who got others that begin like it; least-requests: "
-        "who has fewest, for which all run in one process",
+        "--router", choices=ROUTERS.names(), default="round-robin",
+        help="who gets a request, as --route-policy of a server (default: round-robin). All others look at the loads "
+        "of engines, for which these run in one process",
     )  # fmt: skip
     group.add_argument("--processes", type=count, metavar="N", help="that simulate (default: one for each core)")
 

@@ -30,7 +30,7 @@ from penstock.core.weight_swap import BUSY, WeightFacts, WeightsOrder
 from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
 from penstock.engine.link import Down, Link
-from penstock.engine.replay import Replay, resumed
+from penstock.engine.replay import resumed
 from penstock.engine.replica import Placing, Replica, summed
 from penstock.engine.stream import Delta, Stream
 
@@ -146,10 +146,6 @@ class EngineClient:
     @property
     def num_restarts(self) -> int:
         return sum(replica.num_restarts for replica in self.replicas)
-
-    @property
-    def _replay(self) -> Replay:
-        return self.replicas[0].replay
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -268,7 +264,7 @@ class EngineClient:
             return
         self._placing.router.gone(lost.number)
         for stream in streams:
-            if (to := self._chosen(stream.request)) is None:
+            if (to := self._chosen(stream)) is None:
                 return
             again = resumed(stream.request, self._processor.live(stream.request_id))
             if again is None:
@@ -280,21 +276,21 @@ class EngineClient:
             if to.state == "ready":
                 to.link.send([again])
 
-    def _chosen(self, request: Request) -> Replica | None:
+    def _chosen(self, stream: Stream) -> Replica | None:
         """An engine that works, or will: None if none does."""
         if self._placing is None:
             return self.replicas[0]
         for state in ("ready", "starting", "restarting", "asleep"):
             found = [replica for replica in self.replicas if replica.state == state]
             if found:
-                return self._placing.choose(request, found)
+                return self._placing.choose(stream, found)
         return None
 
     def _place(self, stream: Stream, replica: Replica) -> None:
         replica.streams[stream.request_id] = stream
         stream.replica = replica
         if self._placing is not None:
-            self._placing.placed(stream.request, replica)
+            self._placing.placed(stream, replica)
 
     def _convict(self, request: Request, num_tokens: int) -> None:
         """End it, refuse its like from now on, and end what lives of those that have come no further."""
@@ -342,13 +338,17 @@ class EngineClient:
         if self.convictions.refuses(request):
             raise RefusedError(REFUSED, status=422, code="request_convicted")
 
-    def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
-        """Take a request in. `params` is None for beam search and pooling. Raises as `check`."""
+    def submit(
+        self, request: Request, params: SamplingParams | None, text: str | None = None, *, session: str = ""
+    ) -> Stream:
+        """Take a request in. `params` is None for beam search and pooling. `session`: requests of one are sent to one
+        engine by routers that go by it. Raises as `check`."""
         self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
+        stream.session = session
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
-        replica = self._chosen(request)
+        replica = self._chosen(stream)
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":

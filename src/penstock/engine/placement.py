@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.base.hashing import digest
-from penstock.core.request import Request
 from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 if TYPE_CHECKING:
+    from penstock.core.request import Request
     from penstock.engine.replica import Replica
+    from penstock.engine.stream import Stream
 
 MOST_BLOCKS = 1024
 """Of a prompt that a router is told of: who shares so many shares enough."""
-
-
-class _Given(NamedTuple):
-    tokens: int
-    asked: RoutedRequest
 
 
 class EnginePlacement:
@@ -30,26 +26,23 @@ class EnginePlacement:
         self.router = router
         self.block_size = 0
         self._loads: dict[int, EngineLoad] = {}
-        self._given: dict[str, _Given] = {}
+        self._given: dict[str, RoutedRequest] = {}
         self._waiting: dict[str, int] = {}
         """Tokens of the prompts of those that have no token yet."""
-        self._asked: tuple[str, RoutedRequest] | None = None
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, stream: Stream, replicas: Sequence[Replica]) -> Replica:
         loads = [self._load(replica) for replica in replicas]
-        return replicas[self.router.choose(self._of(request), loads)]
+        return replicas[self.router.choose(self._of(stream), loads)]
 
-    def placed(self, request: Request, replica: Replica) -> None:
-        """Also of one that was placed elsewhere before: that engine has ended."""
-        load, asked = self._load(replica), self._of(request)
-        num_tokens = asked.num_tokens
-        self._given[request.request_id] = _Given(num_tokens, asked)
+    def placed(self, stream: Stream, replica: Replica) -> None:
+        """Also one that was placed elsewhere before, whose engine has ended."""
+        load, asked = self._load(replica), self._of(stream)
         load.requests += 1
-        load.tokens += num_tokens
-        load.waiting_tokens += num_tokens
-        self._waiting[request.request_id] = num_tokens
+        load.urgent += asked.priority < 0
+        load.tokens += asked.num_tokens
+        load.waiting_tokens += asked.num_tokens
+        self._waiting[stream.request_id] = asked.num_tokens
         self.router.placed(asked, replica.number)
-        self._asked = None
 
     def progressed(self, request_ids: Iterable[str], replica: Replica) -> None:
         """Of these, tokens have come."""
@@ -60,12 +53,13 @@ class EnginePlacement:
 
     def ended(self, request_id: str, replica: Replica) -> None:
         """The request is no longer that engine's."""
-        given = self._given.pop(request_id, None)
-        if given is None:
+        asked = self._given.pop(request_id, None)
+        if asked is None:
             return
         load = self._load(replica)
         load.requests -= 1
-        load.tokens -= given.tokens
+        load.urgent -= asked.priority < 0
+        load.tokens -= asked.num_tokens
         load.waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def _load(self, replica: Replica) -> EngineLoad:
@@ -77,19 +71,18 @@ class EnginePlacement:
         load.block_size = self.block_size or 1
         return load
 
-    def _of(self, request: Request) -> RoutedRequest:
-        """RoutedRequest twice of each request: when it is placed, too."""
-        if self._asked is not None and self._asked[0] == request.request_id:
-            return self._asked[1]
-        asked = RoutedRequest(
-            len(request.prompt_token_ids), request.max_tokens, self._blocks(request), request.namespace.hex(),
-            request.priority,
-        )  # fmt: skip
-        self._asked = request.request_id, asked
+    def _of(self, stream: Stream) -> RoutedRequest:
+        """Made once: whoever is chosen for it is told of it, too."""
+        request = stream.request
+        asked = self._given.get(request.request_id)
+        if asked is None:
+            asked = self._given[request.request_id] = RoutedRequest(
+                len(request.prompt_token_ids), self._blocks(request), stream.session, request.priority
+            )
         return asked
 
     def _blocks(self, request: Request) -> list[int]:
-        if not self.block_size or not getattr(self.router, "reads_blocks", False):
+        if not (self.block_size and self.router.reads_blocks):
             return []
         size, found, before = 4 * self.block_size, list[int](), request.namespace + request.taint.encode()
         ids = array("i", request.prompt_token_ids[: MOST_BLOCKS * self.block_size]).tobytes()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
-from penstock.core.request import Control, Intake, Request
+from penstock.core.request import Control, Intake
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 
@@ -35,9 +35,9 @@ class Placing(Protocol):
     router: RoutePolicy
     block_size: int
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> Replica: ...
+    def choose(self, stream: Stream, replicas: Sequence[Replica]) -> Replica: ...
 
-    def placed(self, request: Request, replica: Replica) -> None: ...
+    def placed(self, stream: Stream, replica: Replica) -> None: ...
 
     def progressed(self, request_ids: Sequence[str], replica: Replica) -> None: ...
 

@@ -79,6 +79,8 @@ class Stream:
         """What a token counts for in `unread_chars` besides its text: more than nothing where its id is sent too."""
         self.call: Any = None
         """What the server knows about it."""
+        self.session = ""
+        """Whose it is, where its client says so (`route.session`)."""
         self.replica: Any = None
         """The engine that has it (`engine.replica.Replica`)."""
         self.num_replays = 0

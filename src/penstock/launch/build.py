@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
+from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -95,6 +96,11 @@ def start(
     is read if it can be known by then.
     """
     check_names(config)
+    if config.execution.data_parallel_size > 1 and not serving:
+        raise ConfigError(
+            "data_parallel_size: a program has one engine of its own; penstock serve has several",
+            field="data_parallel_size",
+        )
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.base.errors import ConfigError, EngineError, InputError
+from penstock.base.errors import EngineError, InputError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.compress.options import read_options
@@ -89,11 +89,6 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        if config.execution.data_parallel_size > 1:
-            raise ConfigError(
-                "data_parallel_size: a program has one engine of its own; penstock serve has several",
-                field="data_parallel_size",
-            )
         self.config = config
         with loading() as progress:
             self._engine: Engine = start(self.config, progress=progress)

@@ -94,9 +94,8 @@ def build_rank(
                 grammars.compiler()
     comm = comm_of(spec)
     if comm is not None:
-        for (
-            fd
-        ) in spec.links.descriptors:  # they are mapped, and none of those that this process starts should have them
+        # They are mapped, and none of those that this process starts should have them.
+        for fd in spec.links.descriptors:
             os.close(fd)
     parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison, rank=spec.rank)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from penstock.route.router import EngineLoad, RoutedRequest
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 SEED = 0
 
 
-class _Plain:
-    """Remembers nothing of what it has placed."""
-
-    def placed(self, asked: RoutedRequest, number: int) -> None:
-        return
-
-    def gone(self, number: int) -> None:
-        return
-
-
-class InTurn(_Plain):
+class InTurn(RoutePolicy):
     """One after the other."""
+
+    reads_loads = reads_tokens = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -31,28 +23,30 @@ class InTurn(_Plain):
         return (self._next - 1) % len(loads)
 
 
-class FewestRequests(_Plain):
+class FewestRequests(RoutePolicy):
     """Whoever has fewest that are not finished; the first of those."""
+
+    reads_tokens = False
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: loads[i].requests)
 
 
-class LeastTokens(_Plain):
+class LeastTokens(RoutePolicy):
     """Whoever has fewest tokens, of prompts and generated: a long prompt counts for more than a short one."""
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: (loads[i].tokens, loads[i].requests))
 
 
-class LeastKV(_Plain):
+class LeastKV(RoutePolicy):
     """Whoever has the smallest part of its KV memory in use; the fewest requests among equals."""
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return min(range(len(loads)), key=lambda i: (kv_permille(loads[i]), loads[i].requests))
 
 
-class PowerOfTwo(_Plain):
+class PowerOfTwo(RoutePolicy):
     """The better of two that are drawn: nearly as good as the best of all, and no herd runs to one whose news are old.
 
     Source: Mitzenmacher, The Power of Two Choices in Randomized EngineLoad Balancing (2001).

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from penstock.route.router import EngineLoad, RoutedRequest
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 IMBALANCE_TOKENS = 4096
 """Tokens to be computed that an engine may have more than the least loaded one, besides those that it saves."""
 DEFAULT_BLOCKS = 1 << 16
 
 
-class PrefixRoute:
+class PrefixRoute(RoutePolicy):
     """Cost of an engine: tokens of the prompt that it would have to compute, and the tokens that wait there already."""
 
     reads_blocks = True

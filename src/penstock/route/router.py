@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -13,14 +12,12 @@ class RoutedRequest:
 
     Attributes:
         num_tokens: of its prompt.
-        max_tokens: that it may still generate.
         blocks: hashes of its prompt's whole blocks, each of all up to there; empty: it shares nothing with others.
         session: whose it is, where its client says so ("" if not).
         priority: as of `core.request.Request`: the lower, the sooner.
     """
 
     num_tokens: int
-    max_tokens: int = 0
     blocks: Sequence[int] = ()
     session: str = ""
     priority: int = 0
@@ -32,8 +29,8 @@ class EngineLoad:
 
     Attributes:
         number: which engine it is, for as long as it is there.
-        requests: given to it and not finished.
-        tokens: of their prompts, and those that they have generated.
+        requests: given to it and not finished; `urgent`: of them, those that go before others (a priority below 0).
+        tokens: of their prompts.
         waiting_tokens: of the prompts of those that have no token yet.
         kv_blocks, kv_used: of its KV memory, and those of them that running requests hold, as it said last.
         block_size: tokens of a block.
@@ -41,6 +38,7 @@ class EngineLoad:
 
     number: int
     requests: int = 0
+    urgent: int = 0
     tokens: int = 0
     waiting_tokens: int = 0
     kv_blocks: int = 0
@@ -48,20 +46,22 @@ class EngineLoad:
     block_size: int = 16
 
 
-class RoutePolicy(Protocol):
+class RoutePolicy:
     """Chooses one of the engines that can be given work. Deterministic: the same questions get the same answers.
 
-    One with `reads_blocks` is told `RoutedRequest.blocks`, which take time to make.
+    `reads_loads`, `reads_tokens`, `reads_blocks`: whether it looks at loads at all, at more of them than requests, and
+    at `RoutedRequest.blocks`: what nobody looks at need not be counted.
     """
+
+    reads_loads = reads_tokens = True
+    reads_blocks = False
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         """Index into `loads`, of which there is one at least."""
-        ...
+        raise NotImplementedError
 
     def placed(self, asked: RoutedRequest, number: int) -> None:
         """The request went to engine `number`: as chosen, or because its engine had died."""
-        ...
 
     def gone(self, number: int) -> None:
         """Engine `number` has lost all that it had."""
-        ...

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from penstock.base.hashing import digest
 from penstock.route.plain import FewestRequests
-from penstock.route.router import EngineLoad, RoutedRequest
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 
-class Session:
+class Session(RoutePolicy):
     """Rendezvous hashing: if an engine leaves, only its own sessions move. Without a session: least requests.
 
     Source: Thaler and Ravishankar, Using name-based mappings to increase hit rates (1998).
     """
+
+    reads_tokens = False
 
     def __init__(self) -> None:
         self._others = FewestRequests()
@@ -22,9 +24,3 @@ class Session:
         if not asked.session:
             return self._others.choose(asked, loads)
         return max(range(len(loads)), key=lambda i: digest(f"{asked.session} {loads[i].number}".encode(), size=8))
-
-    def placed(self, asked: RoutedRequest, number: int) -> None:
-        return
-
-    def gone(self, number: int) -> None:
-        return

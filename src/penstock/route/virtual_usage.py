@@ -9,30 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.route.router import EngineLoad, RoutedRequest
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 HEADROOM_PERMILLE = 250
 """Of an engine's memory that a request of high priority keeps free."""
 
 
-class VirtualUsage:
-    def __init__(self) -> None:
-        self._headroom: dict[int, int] = {}
-        """Permille that engines keep free for requests of high priority that were placed there last."""
-
+class VirtualUsage(RoutePolicy):
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         return max(range(len(loads)), key=lambda i: (self.freeness(loads[i], asked), -loads[i].number))
 
     def freeness(self, load: EngineLoad, asked: RoutedRequest) -> int:
         """Tokens of room for each request there, the new one among them: (memory - virtual usage) / requests."""
-        blocks = load.kv_blocks or 1 << 16
-        memory = blocks * load.block_size
-        kept = memory * self._headroom.get(load.number, 0) // 1000 if load.requests else 0
-        usage = max(load.tokens, load.kv_used * load.block_size) + load.waiting_tokens + asked.num_tokens + kept
-        return (memory - usage) // (load.requests + 1)
-
-    def placed(self, asked: RoutedRequest, number: int) -> None:
-        self._headroom[number] = HEADROOM_PERMILLE if asked.priority < 0 else 0
-
-    def gone(self, number: int) -> None:
-        self._headroom.pop(number, None)
+        memory = (load.kv_blocks or 1 << 16) * load.block_size
+        kept = memory * HEADROOM_PERMILLE // 1000 if load.urgent else 0
+        wanted = max(load.tokens, load.kv_used * load.block_size + load.waiting_tokens) + asked.num_tokens
+        return (memory - wanted - kept) // (load.requests + 1)

@@ -148,7 +148,7 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     server = config.server
     given = {
         "engine_in_process": server.engine_in_process, "weights_root": server.weights_root is not None,
-        "keep_alive": server.keep_alive is not None, "model": bool(config.models),
+        "keep_alive": server.keep_alive is not None,
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(

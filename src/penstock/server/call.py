@@ -103,6 +103,8 @@ class Call:
     num_shared: int = 0
     arrival_s: float = 0.0
     stream: bool = False
+    session: str = ""
+    """See `turns.asking.Caller`."""
     tells_times: bool = False
     """Whether the usage of the answer says where the time went."""
     pooling: str | None = None

@@ -49,6 +49,12 @@ class Further:
             names += [further.name, *further.config.server.names("served_model_name")]
             configs[further.name] = fair_share(with_adapters(further.config))
         _distinct(names)
+        if any(one.engine.execution.data_parallel_size > 1 for one in (config, *configs.values())):
+            raise ConfigError(
+                "data_parallel_size: a server of several models has one engine of each; leave it away, or the further "
+                "models",
+                field="data_parallel_size",
+            )
         machine, given_gib = probe(), config.server.models_memory
         limit = None if given_gib is None else int(given_gib * 2**30)
         planned = {

@@ -214,7 +214,7 @@ class Service:
             if self.lengths is not None:
                 request = await self._expecting(call, request, self.lengths)
             params = call.params if isinstance(call.params, SamplingParams) and call.pooling is None else None
-            stream = self.client.submit(request, params, call.prompt.text)
+            stream = self.client.submit(request, params, call.prompt.text, session=call.session)
         except BaseException:
             release()
             raise

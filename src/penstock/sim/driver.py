@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isnan
 from typing import cast
 
 import numpy as np
@@ -121,9 +121,10 @@ class _Columns:
 class _Live:
     """A request between arrival and its last token."""
 
-    __slots__ = ("delivery", "last_s", "row")
+    __slots__ = ("delivery", "last_s", "row", "urgent")
 
-    def __init__(self, row: int, delivery: Delivery) -> None:
+    def __init__(self, row: int, delivery: Delivery, *, urgent: bool) -> None:
+        self.urgent = urgent
         self.row = row
         self.delivery = delivery
         self.last_s = _NEVER
@@ -239,6 +240,17 @@ class WorkloadRun:
         """Requests that were offered and have not ended by `now_s`; what a step beyond that ends counts."""
         return len(self.live) + (self.ended_last if self.clock.now() > now_s else 0)
 
+    def num_prompt_tokens(self) -> tuple[int, int, int]:
+        """Of those that have not ended: tokens of their prompts, those of prompts without an answer yet, and how many
+        go before others."""
+        total = waiting = urgent = 0
+        for live in self.live.values():
+            tokens = self.columns.num_prompt[live.row]
+            total += tokens
+            waiting += tokens if isnan(self.columns.first_token_s[live.row]) else 0
+            urgent += live.urgent
+        return total, waiting, urgent
+
     def _wait(self, time_s: float) -> None:
         self.due_s = time_s  # who sleeps for longer is late for the step
         self.clock.wait_until(time_s)
@@ -278,7 +290,7 @@ class WorkloadRun:
         ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
         request_id = str(row)
         reader = request.reader or Expected()
-        self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader))
+        self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader), urgent=request.priority < 0)
         self.core.add(
             Request(
                 request_id=request_id,

@@ -8,81 +8,29 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from penstock.base.clock import MonotonicClock, VirtualClock
 from penstock.base.errors import ConfigError, PenstockError
-from penstock.base.hashing import digest
-from penstock.base.registry import Registry
+from penstock.route import ROUTERS
+from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 from penstock.sim.driver import Progress, WorkloadRun
 from penstock.sim.result import RequestColumns, SimResult
 from penstock.sim.service import SimulatedService
 from penstock.sim.timeline import Series
 from penstock.sim.workload import TimedRequest, Workload
 
-ROUTERS: Registry[Callable[[int], RequestRouter], None] = Registry("router")
-ROUTERS.add("round-robin", "penstock.sim.replicas:RoundRobin")
-ROUTERS.add("least-requests", "penstock.sim.replicas:LeastRequests")
-ROUTERS.add("prefix", "penstock.sim.replicas:Prefix")
 MAX_REPLICAS = 1024
 _SAID = 512
 """Requests between two news of a process."""
 
 
-class RequestRouter(Protocol):
-    """Chooses a replica for each request, in order of arrival."""
-
-    watches: bool
-    """Whether it must know how many requests each replica has."""
-
-    def choose(self, number: int, request: TimedRequest, unfinished: Sequence[int]) -> int:
-        """`number`: requests before this one. `unfinished[k]`: of replica k; only if it watches."""
-        ...
-
-
-class RoundRobin:
-    """One after the other."""
-
-    watches = False
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
-    def choose(self, number: int, request: TimedRequest, unfinished: Sequence[int]) -> int:
-        return number % self._num_replicas
-
-
-class LeastRequests:
-    """Whoever has fewest that are not finished; the first of those."""
-
-    watches = True
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
-    def choose(self, number: int, request: TimedRequest, unfinished: Sequence[int]) -> int:
-        return min(range(self._num_replicas), key=unfinished.__getitem__)
-
-
-class Prefix:
-    """Equal beginnings go to the same replica, which has them cached; who shares nothing goes round."""
-
-    watches = False
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
-    def choose(self, number: int, request: TimedRequest, unfinished: Sequence[int]) -> int:
-        if not request.blocks:
-            return number % self._num_replicas
-        return int.from_bytes(digest(str(request.blocks[0]).encode(), size=8), "little") % self._num_replicas
-
-
 @dataclass(frozen=True)
 class Replicas:
-    """What is run: `service` so many times. `processes`: at most so many, if the router does not watch."""
+    """What is run: `service` so many times. `router`: of `route.ROUTERS`. `processes`: at most so many, if the router
+    looks at no loads."""
 
     service: SimulatedService
     num_replicas: int
@@ -100,15 +48,15 @@ class Replicas:
             raise ConfigError(f"replicas: {self.num_replicas} must be from 1 to {MAX_REPLICAS}", field="replicas")
         began = MonotonicClock()
         began_s = began.now()
-        router = ROUTERS.get(self.router)(self.num_replicas)
-        if router.watches:
+        router = ROUTERS.get(self.router)()
+        if router.reads_loads:
             results = self._together(router, workload, truncate, progress)
         else:
             results = self._apart(router, workload, truncate, progress)
         return replace(merged(results, self.service.label), wall_s=began.now() - began_s)
 
     def _together(
-        self, router: RequestRouter, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
+        self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
         runs = [self._open(workload, truncate) for _ in range(self.num_replicas)]
@@ -119,8 +67,11 @@ class Replicas:
             for number, request in enumerate(workload):
                 for run in runs:
                     run.advance(request.arrival_s)
-                unfinished = [run.num_unfinished(request.arrival_s) for run in runs]
-                runs[router.choose(number, request, unfinished)].offer(request)
+                asked = _routed(request)
+                loads = [_load(k, run, request.arrival_s, router) for k, run in enumerate(runs)]
+                chosen = router.choose(asked, loads)
+                router.placed(asked, chosen)
+                runs[chosen].offer(request)
                 if progress is not None and number % _SAID == 0:
                     done = sum(run.done for run in runs)
                     progress(Progress(number + 1, done, 0, request.arrival_s, clock.now() - began_s))
@@ -134,7 +85,7 @@ class Replicas:
         return WorkloadRun(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
 
     def _apart(
-        self, router: RequestRouter, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
+        self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """Each by itself; replicas are dealt out to processes, which read the workload themselves."""
         n = min(self.processes, self.num_replicas)
@@ -158,7 +109,7 @@ class Replicas:
                 child.join()
         return [result for part in parts for result in part]
 
-    def _child(self, pipe: Any, router: RequestRouter, mine: range, workload: Workload, truncate: bool) -> None:
+    def _child(self, pipe: Any, router: RoutePolicy, mine: range, workload: Workload, truncate: bool) -> None:
         try:
             pipe.send(self._some(router, mine, workload, truncate, pipe.send))
         except PenstockError as error:
@@ -166,18 +117,18 @@ class Replicas:
         pipe.close()
 
     def _some(
-        self, router: RequestRouter, mine: range, workload: Workload, truncate: bool,
+        self, router: RoutePolicy, mine: range, workload: Workload, truncate: bool,
         progress: Callable[[Progress], None] | None,
     ) -> list[SimResult]:  # fmt: skip
         """These replicas, each brought up to the arrivals of its own requests."""
         runs = {k: self._open(workload, truncate) for k in mine}
-        clock, none = MonotonicClock(), [0] * self.num_replicas
+        clock, none = MonotonicClock(), [EngineLoad(k) for k in range(self.num_replicas)]
         began_s, arrived = clock.now(), 0
         with ExitStack() as stack:
             for run in runs.values():
                 stack.enter_context(run.listening())
-            for number, request in enumerate(workload):
-                chosen = router.choose(number, request, none)
+            for request in workload:
+                chosen = router.choose(_routed(request), none)
                 if chosen not in runs:
                     continue
                 run = runs[chosen]
@@ -190,6 +141,22 @@ class Replicas:
             for run in runs.values():
                 run.advance(None)
         return [run.result() for run in runs.values()]
+
+
+def _routed(request: TimedRequest) -> RoutedRequest:
+    blocks, before = [], 0
+    for piece in request.blocks:  # ids of pieces say nothing of what is in front of them
+        before = hash((before, piece))
+        blocks.append(before)
+    return RoutedRequest(request.num_prompt, blocks, request.session, request.priority)
+
+
+def _load(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
+    load = EngineLoad(number, requests=run.num_unfinished(now_s), block_size=max(1, run.workload.block_tokens))
+    if router.reads_tokens:
+        load.tokens, load.waiting_tokens, load.urgent = run.num_prompt_tokens()
+        load.kv_blocks = run.limits.kv_capacity_tokens // load.block_size
+    return load
 
 
 def _listen(pipes: list[Any], progress: Callable[[Progress], None] | None) -> list[list[SimResult]]:

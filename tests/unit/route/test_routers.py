@@ -83,7 +83,13 @@ def test_prefix_forgets_the_oldest_as_the_engine_does_and_beginnings_last() -> N
 def test_virtual_usage_keeps_room_beside_a_request_of_high_priority() -> None:
     router = made("virtual-usage")
     loads = [EngineLoad(0, requests=1, tokens=100, kv_blocks=100), EngineLoad(1, requests=1, tokens=120, kv_blocks=100)]
-    router.placed(RoutedRequest(100, priority=-1), 0)
-    assert router.choose(RoutedRequest(100), loads) == 1
-    router.gone(0)
     assert router.choose(RoutedRequest(100), loads) == 0
+    loads[0].urgent = 1
+    assert router.choose(RoutedRequest(100), loads) == 1
+
+
+def test_virtual_usage_counts_who_waits_once() -> None:
+    """900 tokens wait and nothing runs: as much as 900 that run, and less than 950."""
+    waits = EngineLoad(0, requests=1, tokens=900, waiting_tokens=900, kv_blocks=100)
+    runs = EngineLoad(1, requests=1, tokens=950, kv_used=60, kv_blocks=100)
+    assert made("virtual-usage").choose(RoutedRequest(10), [runs, waits]) == 1

@@ -10,6 +10,7 @@ import pytest
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
+from penstock.route import ROUTERS
 from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas
@@ -81,6 +82,24 @@ def test_prefix_brings_equal_beginnings_together() -> None:
     assert hits["prefix"] > 1.3 * hits["round-robin"] > 0
 
 
+def test_every_router_of_a_server_runs_here_and_loses_nobody() -> None:
+    for name in ROUTERS.names():
+        found = Replicas(service(), 3, router=name).run(LOAD)
+        assert found.requests.num_output.sum() == sum(r.num_output for r in LOAD), name
+
+
+def test_more_tokens_to_read_go_to_whoever_has_fewer() -> None:
+    """By requests the two long prompts would meet at one engine."""
+    sizes = [3000, 16, 3000]
+    requests = [TimedRequest(0.001 * k, size, 2) for k, size in enumerate(sizes)]
+    workload = from_list("long and short", requests)
+    first = {
+        router: Replicas(service(), 2, router=router).run(workload).requests.first_token_s[2]
+        for router in ("least-requests", "least-tokens")
+    }
+    assert first["least-tokens"] < 0.9 * first["least-requests"]
+
+
 def test_a_broken_workload_is_refused_from_a_process_too() -> None:
     broken = from_list("backwards", [TimedRequest(1.0, 4, 1), TimedRequest(2.0, 4, 1), TimedRequest(0.5, 4, 1)])
     for processes in (1, 2):
@@ -88,7 +107,7 @@ def test_a_broken_workload_is_refused_from_a_process_too() -> None:
             Replicas(service(), 2, processes=processes).run(broken)
     with pytest.raises(ConfigError, match="from 1 to 1024"):
         Replicas(service(), 0).run(LOAD)
-    with pytest.raises(ConfigError, match="router"):
+    with pytest.raises(ConfigError, match="unknown route_policy 'guess'"):
         Replicas(service(), 2, router="guess").run(LOAD)
 
 

@@ -45,6 +45,8 @@ class Caller:
     """For so long its requests are offline work, whatever tier they name; None: as they say."""
     tier: str | None = None
     """The header X-Service-Tier; the field `service_tier` goes before it."""
+    session: str = ""
+    """The header X-Session-Id: which requests one of several engines gets, by `--route-policy session`."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
     slo_ms: Mapping[str, float] = field(default_factory=dict)
@@ -62,6 +64,7 @@ def caller_of(request: Request) -> Caller:
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
         offline_s=request.scope.get(OFFLINE_S), tier=request.headers.get("x-service-tier"), slo_ms=_slo_ms(request),
+        session=request.headers.get("x-session-id", ""),
         tells_times=request.headers.get("x-request-times", "0") != "0",
         trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
@@ -225,6 +228,7 @@ def make_call(
         reader=reader,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
+        session=caller.session,
         tells_times=caller.tells_times,
         hints=of_prompt(options.hints, prompt),
         facts={
