@@ -10,12 +10,13 @@ cell the sum of its steps is predicted and compared with the median of the measu
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import about, save
+from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out")
     options = parser.parse_args()
     config = plain(
         from_kwargs(
@@ -90,17 +91,9 @@ def main() -> None:
         f"{len(rows) - len(far)} of {len(rows)} cells within {NEAR:.0%}; median error "
         f"{statistics.median(errors):.1%}, largest {errors[-1]:.1%}"
     )
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps(
-                {"model": Path(options.model).name, "samples": found.num_samples, "errors": vars_of(found.errors),
-                 "cells": rows, "far": far}, indent=1,
-            ) + "\n"
-        )  # fmt: skip
-
-
-def vars_of(errors: Any) -> dict[str, float]:
-    return {name: getattr(errors, name) for name in errors.__struct_fields__}
+    if options.out:
+        about_run = {"model": Path(options.model).name, "samples": found.num_samples}
+        save(options.out, {**about(**about_run), "errors": asdict(found.errors), "cells": rows, "far": far})
 
 
 if __name__ == "__main__":
