@@ -28,9 +28,9 @@ def test_A14_a_server_predicts_learns_and_tells_how_good_it_is() -> None:
         client = server.server.client
         submit = client.submit
 
-        def watch(request: Request, *args: Any) -> Any:
+        def watch(request: Request, *args: Any, **kwargs: Any) -> Any:
             asked.append(request)
-            return submit(request, *args)
+            return submit(request, *args, **kwargs)
 
         client.submit = watch  # type: ignore[method-assign]
         for i in range(4):
@@ -52,9 +52,9 @@ def test_A15_a_server_asks_its_model_first_and_the_answer_stays_the_same() -> No
         with small(length_predictor=predictor, ops="ref") as server:
             client, submit = server.server.client, server.server.client.submit
 
-            def watch(request: Request, *args: Any, submit: Any = submit) -> Any:
+            def watch(request: Request, *args: Any, submit: Any = submit, **kwargs: Any) -> Any:
                 asked.append(request)
-                return submit(request, *args)
+                return submit(request, *args, **kwargs)
 
             client.submit = watch
             body = {"model": "nano", "prompt": PROMPTS[0], "max_tokens": 80, "temperature": 0, "ignore_eos": True}

@@ -29,8 +29,10 @@ async def calm_texts() -> list[object]:
     return [output.outputs for output in calm]
 
 
-def pid_of(engine: Running, number: int) -> int | None:
-    return engine.client.replicas[number].link.pid
+def kill(engine: Running, number: int) -> None:
+    pid = engine.client.replicas[number].link.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
 
 @within(120)
@@ -62,9 +64,7 @@ async def test_H04_I10_streams_of_a_killed_engine_go_on_with_another_unchanged()
             whom = rng.randrange(2)
             await engine.until(lambda: all(replica.state == "ready" for replica in client.replicas))
             had = set(client.replicas[whom].streams)
-            pid = pid_of(engine, whom)
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            kill(engine, whom)
             await engine.until(lambda whom=whom: client.replicas[whom].state != "ready")
             moved += sum(stream.replica.number != whom for stream in streams if stream.request_id in had)
             assert client.state == "ready", "the other one goes on"
@@ -85,7 +85,7 @@ async def test_H04_all_engines_killed_at_once() -> None:
         tasks = [asyncio.create_task(stream.result()) for stream in streams]
         await engine.until(lambda: len(streams[0].output.outputs[0].token_ids) >= 3)
         for number in range(2):
-            os.kill(pid_of(engine, number) or 0, signal.SIGKILL)
+            kill(engine, number)
         await engine.until(lambda: engine.client.state == "restarting")
         assert not engine.client.ready()[0]
         assert [output.outputs for output in await asyncio.gather(*tasks)] == want
@@ -118,7 +118,7 @@ async def test_H04_an_engine_that_is_given_up_leaves_all_to_the_others() -> None
             tasks = [asyncio.create_task(stream.result()) for stream in streams]
             await engine.until(lambda streams=streams: len(streams[1].output.outputs[0].token_ids) >= 3)
             number = next(replica.number for replica in client.replicas if replica.state == "ready")
-            os.kill(pid_of(engine, number) or 0, signal.SIGKILL)
+            kill(engine, number)
             await engine.until(lambda number=number: client.replicas[number].state == "failed")
             if last:
                 break

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +29,10 @@ Part = tuple[Array, int, int]
 
 SMALL_BYTES = 1 << 20
 """Arrays up to this are filled at once, and stay in memory."""
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
+"""At a time: a huge page, half a millisecond for which whoever maps memory may have to wait."""
+_BUSY_S = 0.02
+"""Between chunks while no processor is free: 100 MB/s at most."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): as if every page had been written to, without changing one."""
 _ADVISES = hasattr(mmap, "MADV_DONTNEED")
@@ -95,9 +99,9 @@ def slab_parts(planes: Mapping[str, Array], pages: range) -> list[Part]:
 
 
 def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
-    # Only while nobody else wants the processor: the first requests would share theirs with it for seconds.
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+    # While no processor is free only a little: the first requests would share theirs with it for seconds. Not by
+    # SCHED_IDLE: the system's lock on our memory is held meanwhile, and whoever wants it would wait until a processor is
+    # free (4 s were seen beside three busy processes).
     libc = ctypes.CDLL(None, use_errno=True)
     steps, page = max(num_bytes for _, _, num_bytes in parts) // _CHUNK_BYTES + 1, mmap.PAGESIZE
     # All arrays from front to back together: the first blocks, which are handed out first, are in each of them.
@@ -112,3 +116,15 @@ def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
                 _LOG.debug("memory is not touched ahead: errno %d", ctypes.get_errno())
                 return
             del array
+        if _all_are_busy():
+            time.sleep(_BUSY_S)
+
+
+def _all_are_busy() -> bool:
+    """Whether something runs on every processor, this thread aside (Linux says; False elsewhere)."""
+    try:
+        with open("/proc/loadavg", "rb") as file:
+            num_running = int(file.read().split()[3].split(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    return num_running > (os.cpu_count() or 1)

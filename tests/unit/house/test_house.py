@@ -176,3 +176,14 @@ def test_unit_tests_lie_in_the_room_they_are_about() -> None:
 def test_licence_and_its_name_agree() -> None:
     assert project()["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+
+
+PATCHED_CLOCK = re.compile(r'setattr\(\s*(?:\w+\.)*(?:time|asyncio), "(?:monotonic|perf_counter|sleep)(?:_ns)?"')
+
+
+def test_no_test_changes_the_clock_of_the_whole_process() -> None:
+    """A server of other tests lives in a thread beside: it slept for hours once. Replace the module's name instead."""
+    assert PATCHED_CLOCK.search('patched.setattr(mtp.time, "monotonic", lambda: 0)')
+    assert PATCHED_CLOCK.search('monkeypatch.setattr(\n    asyncio, "sleep", wait)')
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert [path.name for path in files if PATCHED_CLOCK.search(path.read_text())] == []

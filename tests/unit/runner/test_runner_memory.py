@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def whole(array: Array) -> tuple[Array, int, int]:
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "_BUSY_S", 0)
 
 
 @pytest.mark.usefixtures("_all_is_large")
@@ -153,19 +155,35 @@ def test_virtual_planes_stay_untouched() -> None:
     assert resident(lazy.planes[0]["k"]) == 0.0
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no idle scheduling")
-def test_memory_is_touched_only_while_nobody_else_wants_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    policies: list[int] = []
+@pytest.mark.skipif(not os.path.exists("/proc/loadavg"), reason="says whether processors are free")
+def test_memory_is_touched_slowly_while_no_processor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(memory, "time", SimpleNamespace(sleep=waits.append))
+    taken = {}
+    for free in (True, False):
+        monkeypatch.setattr(memory, "_all_are_busy", lambda free=free: not free)
+        array = memory.zeroed((8 * memory._CHUNK_BYTES,), np.uint8)
+        thread = memory.populate([whole(array)])
+        assert thread is not None
+        thread.join(60)
+        assert resident(array) == 1.0
+        taken[free], waits[:] = len(waits), []
+    assert (taken[True], taken[False] >= 8) == (0, True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system does not tell how threads are scheduled")
+def test_whoever_holds_the_lock_of_our_memory_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With idle scheduling it would hold the lock until a processor is free, and a step would wait as long."""
+    policies: list[tuple[int, int]] = []
     touch = memory._touch
 
     def watched(parts: Any) -> None:
         touch(parts)
-        policies.append(os.sched_getscheduler(0))  # of this thread
+        policies.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
     monkeypatch.setattr(memory, "_touch", watched)
     array = memory.zeroed((memory.SMALL_BYTES + mmap.PAGESIZE,), np.uint8)
     thread = memory.populate([whole(array)])
     assert thread is not None
     thread.join(60)
-    assert policies == [os.SCHED_IDLE]
-    assert os.sched_getscheduler(0) != os.SCHED_IDLE, "the engine's own threads stay as they are"
+    assert policies == [(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))]

@@ -6,6 +6,7 @@ import json
 import sys
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, mo
     want = trained(monkeypatch, tmp_path / "whole")
     with monkeypatch.context() as patched:
         minutes = count()
-        patched.setattr(mtp.time, "monotonic", lambda: 60.0 * next(minutes))
+        patched.setattr(mtp, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))
         early = trained(monkeypatch, tmp_path / "parts", "--minutes", "6")
     assert any(not np.array_equal(early[name], array) for name, array in want.items()), "it was not stopped"
     got = trained(monkeypatch, tmp_path / "parts")
