@@ -8,7 +8,6 @@ touched is gone for whoever else runs on the machine. So a thread touches what w
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
@@ -100,8 +99,8 @@ def slab_parts(planes: Mapping[str, Array], pages: range) -> list[Part]:
 
 def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
     # While no processor is free only a little: the first requests would share theirs with it for seconds. Not by
-    # SCHED_IDLE: the system's lock on our memory is held meanwhile, and whoever wants it would wait until a processor is
-    # free (4 s were seen beside three busy processes).
+    # SCHED_IDLE: the system's lock on our memory is held meanwhile, and whoever wants it would wait until some
+    # processor is free (4 s were seen beside three busy processes).
     libc = ctypes.CDLL(None, use_errno=True)
     steps, page = max(num_bytes for _, _, num_bytes in parts) // _CHUNK_BYTES + 1, mmap.PAGESIZE
     # All arrays from front to back together: the first blocks, which are handed out first, are in each of them.
