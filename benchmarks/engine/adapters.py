@@ -3,7 +3,8 @@
     python -m benchmarks.engine.adapters MODEL [--targets q_proj v_proj] [--adapters 64] [--batch 32] [--out FILE]
 
 Made adapters (seeded) of one rank; `--batch` requests, each with another adapter, decode `--tokens` tokens. In turns:
-the model without adapters, with them, and (`--one`) the same requests adapter by adapter. Then the texts of some
+the model without adapters, with them, and (`--one`) the same requests adapter by adapter, and one by one without any: what
+a batch gives by itself is the most that adapters in one batch can give. Then the texts of some
 requests are compared with those that they have alone. Seconds are those of steps in which everybody decodes.
 """
 
@@ -92,6 +93,14 @@ class Meter:
                 "ids": ids}  # fmt: skip
 
 
+def one_by_one(meter: Meter, requests: list[LoRARequest | None], prompts: list[list[int]], num_tokens: int) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    for one, ids in zip(requests, prompts, strict=True):
+        meter.run([one], num_tokens, [ids])
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -155,12 +164,11 @@ def main() -> None:
             "alone_equal": True,
         }  # fmt: skip
         if options.one:
-            start = time.perf_counter()
-            for one, ids in zip(chosen, prompts, strict=True):
-                meter.run([one], options.tokens, [ids])
-            each = time.perf_counter() - start
-            whole = min(m["s"] for _, m in rounds)
-            result |= {"one_at_a_time_s": each, "together_s": whole, "times": each / whole}
+            each = one_by_one(meter, list(chosen), prompts, options.tokens)
+            bare = one_by_one(meter, [None] * options.batch, prompts, options.tokens)
+            whole, base_whole = (min(pair[i]["s"] for pair in rounds) for i in (1, 0))
+            result |= {"one_at_a_time_s": each, "together_s": whole, "times": each / whole,
+                       "base_one_at_a_time_s": bare, "base_together_s": base_whole, "base_times": bare / base_whole}  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k != "steps_ms"}, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -87,6 +87,8 @@ def test_H03_a_server_says_the_same_and_counts_what_stages_give_each_other() -> 
     assert more["penstock:rank_exchanges_total"] == 3 * steps
     row = 4 * (192 + 192 + 4096)
     assert steps * row < more["penstock:rank_bytes_total"] < steps * row + 20 * 4 * 192
+    seconds = more["penstock:prefill_seconds_total"] + more["penstock:decode_seconds_total"]
+    assert 0 < more["penstock:rank_wait_seconds_total"] < 2 * seconds
 
 
 @native

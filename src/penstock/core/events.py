@@ -86,6 +86,8 @@ class ExpertCounts:
 
 
 EXPERT_COUNTS = tuple(f.name for f in fields(ExpertCounts))
+RANK_COUNTS = ("num_exchanges", "num_rank_bytes", "num_wire_bytes", "rank_wait_s")
+"""See `StepOutput.ranks`."""
 
 
 @dataclass
@@ -129,6 +131,8 @@ class EngineStats(ExpertCounts):
     `num_wire_bytes`: that crossed a connection between hosts, with heads of frames."""
     num_rank_bytes: int = 0
     num_wire_bytes: int = 0
+    rank_wait_s: float = 0.0
+    """Seconds that ranks have waited for each other, of all of them together."""
     num_weight_bytes: int = 0
     """Of weights that were read while steps ran; `weight_wait_s`: seconds for which steps have waited for them."""
     weight_wait_s: float = 0.0
@@ -166,7 +170,7 @@ class EngineStats(ExpertCounts):
 
     def ran(self, result: StepOutput) -> None:
         """A step that has run. Mutates: self."""
-        for name, num in zip(("num_exchanges", "num_rank_bytes", "num_wire_bytes"), result.ranks, strict=True):
+        for name, num in zip(RANK_COUNTS, result.ranks, strict=True):
             setattr(self, name, getattr(self, name) + num)
         self.num_keys_read, self.num_keys_shared = (
             self.num_keys_read + result.keys[0], self.num_keys_shared + result.keys[1]

@@ -63,14 +63,14 @@ class Exchanged:
 
     def __init__(self, wires: Wires, nodes: Nodes | None = None) -> None:
         """`nodes`: other hosts."""
-        self._wires, self._nodes, self._had = wires, nodes, (0, 0, 0)
+        self._wires, self._nodes, self._had = wires, nodes, (0, 0, 0, 0.0)
 
     def told(self, result: StepOutput) -> StepOutput:
         """The result with those of its step."""
         on_wire = 0 if self._nodes is None else self._nodes.wire_bytes
-        now, had = (*self._wires.given(), on_wire), self._had
+        now, had = (*self._wires.given(), on_wire, sum(self._wires.waited_s())), self._had
         self._had = now
-        return replace(result, ranks=(now[0] - had[0], now[1] - had[1], now[2] - had[2]))
+        return replace(result, ranks=(now[0] - had[0], now[1] - had[1], now[2] - had[2], now[3] - had[3]))
 
 
 class RanksExecutor(Executor):

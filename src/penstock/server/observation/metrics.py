@@ -89,6 +89,7 @@ _ENGINE_COUNTERS = (
     ("rank_exchanges", "Exchanges between the ranks of a model.", "num_exchanges", OURS),
     ("rank_bytes", "Bytes that ranks gave each other, once for each that got them.", "num_rank_bytes", OURS),
     ("rank_wire_bytes", "Bytes of them that went between hosts, with heads of frames.", "num_wire_bytes", OURS),
+    ("rank_wait_seconds", "Seconds that ranks waited for each other, of all together.", "rank_wait_s", OURS),
     ("read_weight_bytes", "Bytes of weights read while steps ran.", "num_weight_bytes", OURS),
     ("weight_wait_seconds", "Seconds for which steps have waited for weights.", "weight_wait_s", OURS),
     ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
