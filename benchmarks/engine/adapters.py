@@ -3,9 +3,9 @@
     python -m benchmarks.engine.adapters MODEL [--targets q_proj v_proj] [--adapters 64] [--batch 32] [--out FILE]
 
 Made adapters (seeded) of one rank; `--batch` requests, each with another adapter, decode `--tokens` tokens. In turns:
-the model without adapters, with them, and (`--one`) the same requests adapter by adapter, and one by one without any: what
-a batch gives by itself is the most that adapters in one batch can give. Then the texts of some
-requests are compared with those that they have alone. Seconds are those of steps in which everybody decodes.
+the model without adapters, with them, and (`--one`) the same requests adapter by adapter, and one by one without any:
+what a batch gives by itself is the most that adapters in one batch can give. Then the texts of some requests are
+compared with those that they have alone. Seconds are those of steps in which everybody decodes.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def main() -> None:
             each = one_by_one(meter, list(chosen), prompts, options.tokens)
             bare = one_by_one(meter, [None] * options.batch, prompts, options.tokens)
             whole, base_whole = (min(pair[i]["s"] for pair in rounds) for i in (1, 0))
-            result |= {"one_at_a_time_s": each, "together_s": whole, "times": each / whole,
-                       "base_one_at_a_time_s": bare, "base_together_s": base_whole, "base_times": bare / base_whole}  # fmt: skip
+            result |= {"one_at_a_time_s": each, "together_s": whole, "times": each / whole}
+            result |= {"base_one_at_a_time_s": bare, "base_together_s": base_whole, "base_times": bare / base_whole}
     print(json.dumps({k: v for k, v in result.items() if k != "steps_ms"}, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

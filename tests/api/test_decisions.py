@@ -274,7 +274,7 @@ def test_work_stops_when_the_client_leaves_and_at_the_time_limit(own: LiveServer
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         head = b"POST /v1/decisions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer kg\r\nContent-Length: %d\r\n\r\n"
         sock.sendall(head % len(text) + text)
-        until(lambda: len(core.groups) >= 8)
+        until(lambda: gate.num_admitted - before >= 8)  # as many at once there need not be, on a busy machine
     until(lambda: is_free(core) and server.client.num_live == 0)
     assert gate.num_admitted - before < 100, "the questions behind were asked all the same"
     late = post(own, DECISIONS, body | {"timeout": 0.02})

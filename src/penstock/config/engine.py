@@ -376,6 +376,12 @@ class ExecutionConfig(Section):
         "File with the secret of hosts with ranks, the same on all: a line of 32 characters or more (openssl rand -hex "
         "32). Needed where master_addr isn't this machine's alone.",
     )
+    distributed_executor_backend: str = setting(
+        "mp",
+        "Who starts the ranks of further hosts (nnodes): mp (whoever runs penstock serve --headless there), ray (nodes "
+        "of a Ray cluster, RAY_ADDRESS or the one of this machine; pip install penstock[ray]).",
+        choices=("mp", "ray"),
+    )
     data_parallel_size: int = setting(
         1,
         "Engines of the same model behind one server, each with a whole model and KV memory of its own; route_policy "

@@ -152,7 +152,7 @@ _add("the ranks of tensor_parallel_size share experts out, as enable_expert_para
 _add("running one model on several devices isn't in this version; use 1", "prefill_context_parallel_size", 1)
 _add(
     "running one model on several devices isn't in this version; leave it away",
-    "distributed_executor_backend all2all_backend moe_backend "
+    "all2all_backend moe_backend "
     "nccl_port split_mode/-sm tensor_split/-ts main_gpu/-mg base_gpu_id device_ids",
 )  # fmt: skip
 _add("running one model on several devices isn't in this version; leave it away",

@@ -208,5 +208,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     experts: tuple[float, ...] = ()  # of `core.events.EXPERT_COUNTS`, where experts are not all in memory
     adapters: tuple[int, int, int, float] | None = None  # see `RankAdapters.counts`
     keys: tuple[int, int] = (0, 0)  # tokens of kv heads that attention read, and as many more had none been shared
-    ranks: tuple[int, int, int, float] = (0, 0, 0, 0.0)
-    """Of several: exchanges, bytes that they gave, bytes between hosts, seconds that ranks waited for each other."""
+    ranks: tuple[int, int, int, float] = (0, 0, 0, 0.0)  # exchanges of several, bytes given, between hosts, s waited

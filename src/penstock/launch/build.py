@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,6 +96,23 @@ def start(
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
     """
+    if config.execution.distributed_executor_backend != "ray":
+        return _start(config, machine, progress, serving, box)
+    from penstock.launch.ray_hosts import RayHosts  # nobody else needs it; a server has them already
+
+    hosts = RayHosts(config)
+    try:
+        engine = _start(hosts.config, machine, progress, serving, box)
+    except BaseException:
+        hosts.close()
+        raise
+    weakref.finalize(engine, hosts.close)
+    return engine
+
+
+def _start(
+    config: EngineConfig, machine: Machine | None, progress: Progress | None, serving: bool, box: BlackBox | None
+) -> Engine:
     check_names(config)
     if config.execution.data_parallel_size > 1 and not serving:
         raise ConfigError(

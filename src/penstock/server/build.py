@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+from dataclasses import replace
 
 from penstock.base.clock import MonotonicClock
 from penstock.config import ServeConfig
@@ -34,6 +35,21 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     `link`: an engine that is reached in another way than `engine_in_process` says (tests). `spare`: its process, if
     that was spawned already.
     """
+    if config.engine.execution.distributed_executor_backend != "ray":
+        return await _build(config, link, spare)
+    from penstock.launch.ray_hosts import RayHosts  # nobody else needs it
+
+    hosts = await asyncio.to_thread(RayHosts, config.engine)
+    try:
+        server = await _build(replace(config, engine=hosts.config), link, spare)
+    except BaseException:
+        hosts.close()
+        raise
+    server.closers.insert(0, hosts.close)  # behind the engine
+    return server
+
+
+async def _build(config: ServeConfig, link: Link | None, spare: Spawned | None) -> Server:
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
     traces.check_traces(config.server)
     meter = energy.check_power(config)

@@ -63,7 +63,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
         "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1,
-        "tensor_parallel_sums": False,
+        "tensor_parallel_sums": False, "distributed_executor_backend": "mp",
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
         "context_parallel_size": 1, "context_parallel_reduce": "flat",
