@@ -25,7 +25,7 @@ from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
 from tests.engine.naive import Logits, beam_search, fake_logits, generate
 
-EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "4"))
 STEPS = 40
 
 knobs = st.builds(
