@@ -81,6 +81,7 @@ def _sentence(status: int, body: bytes) -> str:
     return said
 
 
+# HAS: requests; TO READ: tokens of prompts that wait in the engine; FOUND: of its prompts' tokens, in its cache.
 def _show(found: dict[str, Any], *, as_json: bool) -> int:
     from rich.console import Console
     from rich.markup import escape
@@ -91,11 +92,10 @@ def _show(found: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         write_json(found)
         return 0
-    heads = ["ENGINE", "STATE", "REQUESTS", "RUN", "TOKENS WAITING", "KV USED", "FOUND", "TOKENS", "RESTARTS", "FOR",
-             "PID", "VERSION"]  # fmt: skip
+    heads = ["NO", "STATE", "HAS", "RUN", "TO READ", "KV", "FOUND", "TOKENS", "DIED", "UP", "PID", "BUILD"]
     rows, notes = [], []
     for one in found["data"]:
-        state = f"{one['state']}, draining" if one["draining"] else one["state"]
+        state = "draining" if one["draining"] and one["state"] == "ready" else one["state"]
         rows.append([
             str(one["number"]), state, str(one["requests"]), str(one["running"]), str(one["waiting_tokens"]),
             _share(one["kv_used"], one["kv_total"]), _share(one["hit_tokens"], one["query_tokens"]),
@@ -105,7 +105,7 @@ def _show(found: dict[str, Any], *, as_json: bool) -> int:
         if one["reason"]:
             notes.append(f"{one['number']}: {one['reason']}")
     console = Console(highlight=False)
-    console.print(table(heads, rows, left=2))
+    console.print(table(heads, rows, left=2, wrap=False))
     for note in notes:
         console.print(escape(note))
     console.print(f"{len(rows)} of at most {found['most']}, routed by {found['router']}")
