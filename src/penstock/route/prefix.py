@@ -18,7 +18,8 @@ DEFAULT_BLOCKS = 1 << 16
 
 
 class PrefixRoute(RoutePolicy):
-    """Cost of an engine: tokens of the prompt that it would have to compute, and the tokens that wait there already."""
+    """Who gains most: tokens of the prompt that it has, less those that it would forget for the rest; unless others have
+    much less to compute already."""
 
     reads_blocks = True
 
@@ -46,10 +47,18 @@ class PrefixRoute(RoutePolicy):
             held = [self.num_held(load.number) for load in loads]
             return min(range(len(loads)), key=lambda i: (loads[i].tokens, loads[i].requests, held[i]))
         least = min(load.waiting_tokens for load in loads)
-        best = max(range(len(loads)), key=lambda i: (saved[i], -loads[i].tokens))
+        gained = [self._gain(load, asked, saved[i]) for i, load in enumerate(loads)]
+        best = max(range(len(loads)), key=lambda i: (gained[i], saved[i], -loads[i].tokens))
         if loads[best].waiting_tokens - least <= saved[best] + IMBALANCE_TOKENS:
             return best
         return min(range(len(loads)), key=lambda i: (loads[i].waiting_tokens - saved[i], loads[i].tokens))
+
+    def _gain(self, load: EngineLoad, asked: RoutedRequest, saved: int) -> int:
+        """Tokens that need not be computed, less those of others that would be forgotten for the rest: a beginning that
+        all share must not fill one engine while others have room."""
+        taken = self.num_held(load.number) + len(self._coming.get(load.number, ()))
+        room = max(0, self._capacity[load.number] - taken) * load.block_size
+        return saved - max(0, asked.num_tokens - saved - room)
 
     def num_held(self, number: int) -> int:
         """Blocks that engine `number` has, as far as is known."""
