@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_H04_engines_come_and_go_over_http_while_streams_run() -> None:
         assert act("one", action="drain").status_code == 400
         answer = act(0, action="resume")
         assert (answer.status_code, answer.json()["error"]["message"]) == (404, "there is no engine 0; there are: 1")
+        # whoever asks may leave: it is done all the same
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(where, headers=ADMIN, timeout=0.1)
+        until = time.monotonic() + 30
+        while list(metric(live.url, "replica_up").values()) != [1.0, 1.0] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert metric(live.url, "replica_up") == {"1": 1.0, "2": 1.0}
+        assert act(2, action="remove").status_code == 200
         # restarted alone: streams wait
         answers = [pool.submit(asked, live.url, n, "") for n in range(6)]
         assert httpx.post(where + "/restart", headers=ADMIN, timeout=60).json()["away_s"]["1"] > 0
