@@ -62,7 +62,9 @@ def test_H04_engines_come_and_go_over_http_while_streams_run() -> None:
         assert [answer.result() for answer in answers] == want + want
         assert list(metric(live.url, "replica_up")) == ["1"]
         total = httpx.get(live.url + "/metrics").text
-        counted = [float(x.rsplit(" ", 1)[1]) for x in total.splitlines() if x.startswith("vllm:generation_tokens_total")]
+        counted = [
+            float(x.rsplit(" ", 1)[1]) for x in total.splitlines() if x.startswith("vllm:generation_tokens_total")
+        ]
         assert counted == [18 * 60.0], "what a removed engine has done stays counted"
         # what is wrong is said
         for body, says in (

@@ -34,7 +34,9 @@ async def calm_texts() -> list[object]:
 
 
 @asynccontextmanager
-async def members(size: int, policy: str = "least-requests", most: int = 3) -> AsyncIterator[tuple[Running, Membership]]:
+async def members(
+    size: int, policy: str = "least-requests", most: int = 3
+) -> AsyncIterator[tuple[Running, Membership]]:
     async with replicated(size, policy, max_replicas=most, **QUICK) as engine:
         config = nano(data_parallel_size=size, max_replicas=most, **QUICK)
         group = Membership(engine.client, lambda: ProcessLink(config.as_kwargs()), most)
@@ -194,7 +196,9 @@ async def test_H04_what_cannot_be_done_is_said_in_a_sentence() -> None:
         with pytest.raises(RefusedError, match="there is no engine 7; there are: 0"):
             await group.remove(7)
         assert await group.add() == 1
-        with pytest.raises(RefusedError, match="2 engines, and memory and cores .* start the server with --max-replicas 3"):
+        with pytest.raises(
+            RefusedError, match=r"2 engines, and memory and cores .* start the server with --max-replicas 3"
+        ):
             await group.add()
         await group.drain(0)
         with pytest.raises(RefusedError, match="engine 1 is the last one"):

@@ -82,7 +82,9 @@ class Replicas:
     def _open(self, workload: Workload, truncate: bool, told: EventSettings | None = None) -> WorkloadRun:
         clock = VirtualClock()
         limits = self.service.limits(truncate=truncate)
-        return WorkloadRun(self.service.core(clock, events=told), clock, workload, limits, self.service.label, False, False, None)
+        return WorkloadRun(
+            self.service.core(clock, events=told), clock, workload, limits, self.service.label, False, False, None
+        )
 
     def _apart(
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
