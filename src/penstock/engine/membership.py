@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from penstock.base.errors import CapacityError, PenstockError, RefusedError
+from penstock.base.errors import CapacityError, EngineError, PenstockError, RefusedError
 from penstock.base.version import __version__
 from penstock.engine.link import Down, Link
 
@@ -25,6 +25,7 @@ log = logging.getLogger("penstock.engine")
 _POLL_S = 0.01
 OTHERS_READY_S = 60.0
 """How long a restart waits for another engine to be ready before it ends this one."""
+START_TRIES = 3
 Done = TypeVar("Done")
 
 
@@ -154,7 +155,7 @@ class Membership:
         self._joining.append(replica)
         before = self._client.info
         try:
-            await replica.link.start(replica)
+            await _start(replica)
             self._check(replica)
         except BaseException:
             self._client.info = before
@@ -213,7 +214,7 @@ class Membership:
         try:
             await replica.link.close()
             client.lost_cache(replica)
-            await replica.link.start(replica)
+            await _start(replica)
         except (PenstockError, OSError) as error:
             client.went_down(replica, Down(f"engine {replica.number} could not be started again: {error}", fatal=True))
             replica.reason = str(error)
@@ -274,6 +275,19 @@ class Membership:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
+
+
+async def _start(replica: Replica) -> None:
+    """Raises what keeps its engine from starting. One that dies of something else meanwhile is started once more."""
+    for left in reversed(range(START_TRIES)):
+        try:
+            await replica.link.start(replica)
+            return
+        except EngineError as error:
+            if not left:
+                raise
+            log.warning("engine %d: %s; it is started once more", replica.number, error)
+            await replica.link.close()
 
 
 def facts_of(replica: Replica, now_s: float) -> ReplicaFacts:
