@@ -98,7 +98,7 @@ async def campaign(seed: int, actions: int, most: int = 3) -> dict[str, Any]:
         def make() -> ProcessLink:
             return ProcessLink(config, max_restarts_per_minute=10_000, block_secret=placing.block_secret)
 
-        group = Membership(engine.client, make, most)
+        group = Membership(engine.client, make, most, start_tries=10_000)
         disturbed = Disturbed(engine, group, want, rng)
         try:
             await disturbed.run(actions)

@@ -25,7 +25,6 @@ log = logging.getLogger("penstock.engine")
 _POLL_S = 0.01
 OTHERS_READY_S = 60.0
 """How long a restart waits for another engine to be ready before it ends this one."""
-START_TRIES = 3
 Done = TypeVar("Done")
 
 
@@ -78,10 +77,11 @@ class Membership:
     Args:
         make_link: reaches a further engine, which it starts.
         most: engines at once; memory and cores were shared out among so many.
+        start_tries: how often one that dies while it is started is started in all.
     """
 
-    def __init__(self, client: EngineClient, make_link: Callable[[], Link], most: int) -> None:
-        self._client, self._make_link, self.most = client, make_link, most
+    def __init__(self, client: EngineClient, make_link: Callable[[], Link], most: int, *, start_tries: int = 3) -> None:
+        self._client, self._make_link, self.most, self._tries = client, make_link, most, start_tries
         self._next = len(client.replicas)
         self._joining: list[Replica] = []
         self._busy: dict[int, str] = {}
@@ -155,7 +155,7 @@ class Membership:
         self._joining.append(replica)
         before = self._client.info
         try:
-            await _start(replica)
+            await _start(replica, self._tries)
             self._check(replica)
         except BaseException:
             self._client.info = before
@@ -214,7 +214,7 @@ class Membership:
         try:
             await replica.link.close()
             client.lost_cache(replica)
-            await _start(replica)
+            await _start(replica, self._tries)
         except (PenstockError, OSError) as error:
             client.went_down(replica, Down(f"engine {replica.number} could not be started again: {error}", fatal=True))
             replica.reason = str(error)
@@ -277,9 +277,9 @@ class Membership:
         return await asyncio.shield(task)
 
 
-async def _start(replica: Replica) -> None:
+async def _start(replica: Replica, tries: int) -> None:
     """Raises what keeps its engine from starting. One that dies of something else meanwhile is started once more."""
-    for left in reversed(range(START_TRIES)):
+    for left in reversed(range(tries)):
         try:
             await replica.link.start(replica)
             return
