@@ -249,6 +249,11 @@ class Membership:
         replica = self._found(number)
         if number in self._busy:
             raise self._is_busy(number)
+        if replica.state == "asleep":
+            raise RefusedError(
+                f"engine {number} is asleep: it starts anew with the next request, or with /wake_up",
+                status=409, code="replica_asleep",
+            )  # fmt: skip
         if needs_others and not self._others(replica):
             raise RefusedError(
                 f"engine {number} is the last one that takes requests; add one first, or end the server",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from penstock.base.clock import VirtualClock
+from penstock.base.errors import RefusedError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.core.output import EngineOutput
 from penstock.core.request import FENCED, Abort, Control, Intake, Request
@@ -14,6 +16,7 @@ from penstock.core.sampling import SamplingParams, TokenRules
 from penstock.core.weight_swap import WeightsOrder
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Listener
+from penstock.engine.membership import Membership
 from penstock.engine.placement import EnginePlacement
 from penstock.route import ROUTERS
 
@@ -83,6 +86,15 @@ def test_H04_what_an_engine_said_before_the_fence_is_dropped() -> None:
     stream.abort()
     loads = client.placing._loads.values()  # type: ignore[union-attr]
     assert all(load.requests == load.tokens == 0 for load in loads)
+
+
+def test_H04_an_engine_that_is_asleep_is_left_alone() -> None:
+    client, _ = two()
+    client.state = "asleep"
+    group = Membership(client, Heard, 2)
+    for action in (group.restart(0), group.drain(1), group.remove(1)):
+        with pytest.raises(RefusedError, match=r"engine . is asleep: it starts anew with the next request"):
+            asyncio.run(action)  # type: ignore[arg-type]
 
 
 def test_H04_counters_of_a_removed_engine_stay() -> None:
