@@ -87,13 +87,18 @@ def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]],
 
 @asynccontextmanager
 async def replicated(
-    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000
+    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000, **settings: Any
 ) -> AsyncIterator[Running]:
     """Several engines of one model behind one client."""
-    config = nano(data_parallel_size=size)
-    links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute) for _ in range(size)]
-    front = open_front(config)
+    config = nano(data_parallel_size=size, **settings)
     placing = EnginePlacement(ROUTERS.get(policy)())
+    links = [
+        ProcessLink(
+            config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute, block_secret=placing.block_secret
+        )
+        for _ in range(size)
+    ]
+    front = open_front(config)
     client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
     await client.start()
     try:
