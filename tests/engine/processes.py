@@ -87,14 +87,17 @@ def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]],
 
 @asynccontextmanager
 async def replicated(
-    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000
+    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000, **settings: Any
 ) -> AsyncIterator[Running]:
     """Several engines of one model behind one client."""
-    config = nano(data_parallel_size=size)
+    config = nano(data_parallel_size=size, **settings)
     links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute) for _ in range(size)]
     front = open_front(config)
     placing = EnginePlacement(ROUTERS.get(policy)())
-    client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
+    client = EngineClient(
+        links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing,
+        has_store=config.cache.kv_offload != "none",
+    )  # fmt: skip
     await client.start()
     try:
         yield Running(client, links[0], front)

@@ -87,7 +87,6 @@ def _check_tokens(config: Any) -> None:
 def check_replicas(config: Any) -> None:
     """`config`: an EngineConfig of several engines of one server. Raises: ConfigError."""
     given = {
-        "kv_offload": offload_of(config.cache.kv_offload) is not None,
         "finetune_root": config.lora.finetune_root is not None, "nnodes": config.execution.nnodes > 1,
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):

@@ -11,6 +11,8 @@ from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
 from penstock.core.weight_swap import WeightsOrder
 
+FLUSHED = "flushed"
+"""Finish reason of the news that answer an order to flush."""
 REPETITION = ("repetition", "repetition_detected")
 """Finish reason and stop reason (vLLM's words) of a sample that ran in circles."""
 
@@ -202,7 +204,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s` seconds: `sched.pauses` decides
     what becomes of its blocks), `weights` (swap them; `request_id` is how its news is called), `hold` (nobody runs
     until `go_on`; with `label` "retract" the running give up their memory, with "abort" all are aborted, with "wait"
-    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two).
+    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two), `flush` (news
+    under the name `request_id` say that all blocks that were to be written until now are in the store, or will not be).
     """
 
     kind: str

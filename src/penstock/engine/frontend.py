@@ -27,8 +27,9 @@ from penstock.core.output import (
 )
 from penstock.core.request import Abort, Control, Intake, Request
 from penstock.core.weight_swap import BUSY, WeightFacts, WeightsOrder
-from penstock.engine.client import OutputProcessor, Tally
+from penstock.engine.client import Live, OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
+from penstock.engine.handover import Handover
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import resumed
 from penstock.engine.replica import Placing, Replica, summed
@@ -78,8 +79,10 @@ class EngineClient:
         on_finish: FinishListener | None = None,
         further: Sequence[Link] = (),
         placing: Placing | None = None,
+        has_store: bool = False,
     ) -> None:
-        """`further`: of more engines of the same model; `placing` chooses between them all."""
+        """`further`: of more engines of the same model; `placing` chooses between them all. `has_store`: of blocks,
+        which they have in common."""
         self.link = link
         self.clock = clock
         self.info: EngineInfo | None = None
@@ -93,6 +96,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self.replicas = [Replica(self, n, one, self._processor) for n, one in enumerate((link, *further))]
         self._placing = placing
+        self.handover = Handover(self, has_store=has_store)
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
         self.weights: WeightsOrder | None = None
@@ -208,6 +212,7 @@ class EngineClient:
         self._end_all(self.reason, gone=True)
 
     async def _close(self) -> None:
+        self.handover.close()
         await asyncio.gather(*(replica.link.close() for replica in self.replicas))
 
     def ready(self) -> tuple[bool, str]:
@@ -226,6 +231,7 @@ class EngineClient:
 
     def went_down(self, replica: Replica, down: Down) -> Collection[int]:
         """See `link.Listener.on_down`."""
+        self.handover.lost(replica)
         if self._swap is not None:
             name, why = self._swap[0], f"{down.reason}; the old weights serve on"
             self._processor.orders.clear()
@@ -266,15 +272,38 @@ class EngineClient:
         for stream in streams:
             if (to := self._chosen(stream)) is None:
                 return
-            again = resumed(stream.request, self._processor.live(stream.request_id))
-            if again is None:
-                continue  # it has ended, and nobody has looked yet
+            self.pass_on(stream, to)
+
+    def pass_on(self, stream: Stream, to: Replica, *, stops: bool = False) -> None:
+        """`to` goes on with it. `stops`: the engine that has it works on it still."""
+        lost: Replica = stream.replica
+        again = resumed(stream.request, self._processor.live(stream.request_id))
+        if again is None:
+            return  # it has ended, and nobody has looked yet
+        if stops:
+            lost.link.send([Abort(request_id=stream.request_id)])
+        if to is not lost and self._placing is not None:
             del lost.streams[stream.request_id]
             self._placing.ended(stream.request_id, lost)
             lost.replay.ended(stream.request_id)
             self._place(stream, to)
-            if to.state == "ready":
-                to.link.send([again])
+        if to.state == "ready" and not self.handover.waits(to, stream.request_id):
+            to.link.send([self.given(to, again)])
+
+    def given(self, replica: Replica, request: Request) -> Request:
+        """As this engine gets it."""
+        return self.handover.given(replica, request)
+
+    def find(self, request_id: str) -> tuple[Stream, Live] | None:
+        """A request that has not ended."""
+        stream, live = self._streams.get(request_id), self._processor.find(request_id)
+        if stream is None or live is None or self._processor.is_finished(request_id):
+            return None
+        return stream, live
+
+    def choose(self, stream: Stream) -> Replica | None:
+        """An engine that works, or will, for how far it has come: None if none does."""
+        return self._chosen(stream)
 
     def _chosen(self, stream: Stream) -> Replica | None:
         """An engine that works, or will: None if none does."""
@@ -283,7 +312,7 @@ class EngineClient:
         for state in ("ready", "starting", "restarting", "asleep"):
             found = [replica for replica in self.replicas if replica.state == state]
             if found:
-                return self._placing.choose(stream, found)
+                return self._placing.choose(stream, self.handover.suited(stream, found))
         return None
 
     def _place(self, stream: Stream, replica: Replica) -> None:
@@ -352,7 +381,7 @@ class EngineClient:
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":
-            replica.link.send([request])
+            replica.link.send([self.given(replica, request)])
         elif replica.state == "asleep" and self.on_wanted is not None:
             self.on_wanted()
         return stream  # otherwise it is sent with `on_up`
@@ -443,9 +472,9 @@ class EngineClient:
         tally = self._processor.tally = Tally() if self.on_message else None
         outputs = replica.replay.sift(message.outputs)
         if self._placing is not None:  # who was moved is another's
-            outputs = [
+            outputs = self.handover.sift(replica, [
                 out for out in outputs if out.request_id in replica.streams or out.request_id not in self._streams
-            ]
+            ])  # fmt: skip
         touched = self._processor.process(outputs)
         for request_id in touched:
             stream = self._streams.get(request_id)
@@ -464,6 +493,8 @@ class EngineClient:
             self._processor.aborts.clear()
             replica.link.send(orders)
         replica.replay.after(outputs)
+        if self._placing is not None:
+            self.handover.after(touched)
 
     # -- what streams ask for ------------------------------------------------------------------------------------
 
@@ -567,6 +598,7 @@ class EngineClient:
 
     def _drop(self, stream: Stream) -> None:
         self._streams.pop(stream.request_id, None)
+        self.handover.forget(stream.request_id)
         replica: Replica = stream.replica
         replica.streams.pop(stream.request_id, None)
         self._processor.discard(stream.request_id)
