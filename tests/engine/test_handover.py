@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import InputError
+from penstock.core.request import Control
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Stream
 from tests.engine.beside import Beside, beside
-from tests.engine.processes import nano, running, within
+from tests.engine.processes import within
 from tests.engine.test_process_link import params
 
 STORY = "Once upon a time there was a small dog who lived in a large house with a red door and a blue roof. " * 2
@@ -68,3 +69,89 @@ def test_H30_downtime_is_a_step_whatever_the_length(length: int, tmp_path: Path)
             assert moved.num_copied >= length // 16 * 16
 
     run()
+
+
+@within(60)
+async def test_H26_prompts_on_one_engine_tokens_on_another_are_the_same(tmp_path: Path) -> None:
+    async with beside(2, kv_offload=store(tmp_path), block_size=16, max_model_len=256) as engine:
+        client = engine.client
+        want = await calm(engine)
+        client.control(Control(kind="reset_prefix_cache"))
+        client.handover.set_roles({0: "prefill", 1: "decode"})
+        engine.steps.clear()
+        streams = [engine.submit(f"r{i}", PROMPTS[i], params(i)) for i in range(6)]
+        # The last one wants log-probabilities of its prompt: it reads no cache, and stays where its tokens are made.
+        assert [stream.replica.number for stream in streams] == [0, 0, 0, 0, 0, 1]
+        outputs = await asyncio.gather(*(stream.result() for stream in streams))
+        assert [output.outputs for output in outputs] == want
+        made = {number: [len(out.token_ids) for told in engine.steps if told.number == number for out in told.outputs
+                         if out.token_ids and out.request_id != "r5"] for number in (0, 1)}  # fmt: skip
+        assert sum(made[0]) == 4 + 3, "one token of each sample, and no more"
+        assert client.handover.num_passed == 5
+        prompts = sum(len(output.prompt_token_ids or []) for output in outputs[:5])
+        computed = sum(told.num_tokens for told in engine.steps if told.number == 0)
+        assert computed <= prompts, "no token is made twice"
+        lone = [told for told in engine.steps if told.number == 1 and told.num_tokens > 16 * 5 + 120]
+        assert not lone, "what decodes computes no prompt"
+
+
+@within(60)
+async def test_H26_roles_change_live(tmp_path: Path) -> None:
+    async with beside(3, kv_offload=store(tmp_path), block_size=16) as engine:
+        client = engine.client
+        want = await calm(engine)
+        for roles in ({0: "prefill", 1: "decode"}, {0: "mixed", 1: "mixed", 2: "prefill"}, {0: "decode", 1: "prefill"}):
+            streams = [engine.submit(f"{len(engine.steps)}-{i}", PROMPTS[i], params(i)) for i in range(6)]
+            client.handover.set_roles(roles)
+            outputs = await asyncio.gather(*(stream.result() for stream in streams))
+            assert [output.outputs for output in outputs] == want
+        with pytest.raises(InputError, match="no engine would be left for tokens"):
+            client.handover.set_roles({0: "prefill", 1: "prefill", 2: "prefill"})
+        with pytest.raises(InputError, match="no engine 7"):
+            client.handover.set_roles({7: "mixed"})
+        assert [replica.role for replica in client.replicas] == ["decode", "prefill", "prefill"]
+
+
+@within(60)
+async def test_H30_requests_move_to_and_fro_unchanged(tmp_path: Path) -> None:
+    """Greedy, drawn, several samples with log-probabilities and stop strings, penalties; moved whenever possible."""
+    async with beside(2, kv_offload=store(tmp_path), block_size=16) as engine:
+        want = await calm(engine)
+        streams = [engine.submit(f"r{i}", PROMPTS[i], params(i)) for i in range(6)]
+        outputs = asyncio.gather(*(stream.result() for stream in streams))
+
+        async def move(stream: Stream) -> int:
+            done = 0
+            while not stream.ended:
+                try:
+                    await engine.client.handover.migrate(stream.request_id, 1 - stream.replica.number)
+                    done += 1
+                except InputError as error:
+                    assert "ended meanwhile" in str(error) or "no request" in str(error), error
+                    break
+            return done
+
+        moves = await asyncio.gather(*(move(stream) for stream in streams[:5]))
+        assert [output.outputs for output in await outputs] == want
+        assert min(moves) >= 1
+        assert engine.client.handover.num_moved == sum(moves) > 5
+        with pytest.raises(InputError, match="no request 'r0' is running"):
+            await engine.client.handover.migrate("r0", 1)
+
+
+@within(60)
+async def test_H30_what_cannot_be_moved_says_why(tmp_path: Path) -> None:
+    async with beside(2, kv_offload=store(tmp_path), block_size=16) as engine:
+        stream = engine.submit("r", PROMPTS[5], params(5))
+        with pytest.raises(InputError, match="reads no cache"):
+            await engine.client.handover.migrate("r", 1 - stream.replica.number)
+        with pytest.raises(InputError, match="no such engine"):
+            await engine.client.handover.migrate("r", 9)
+        await stream.result()
+    async with beside(2) as engine:
+        stream = engine.submit("r", PROMPTS[0], params(0))
+        with pytest.raises(InputError, match="no store in common"):
+            await engine.client.handover.migrate("r", 1 - stream.replica.number)
+        with pytest.raises(InputError, match="need a store"):
+            engine.client.handover.set_roles({0: "prefill"})
+        await stream.result()
