@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
 from penstock.base.errors import InputError
 from penstock.core.request import Control
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.engine.stream import Stream
 from tests.engine.beside import Beside, beside
 from tests.engine.processes import within
@@ -28,9 +29,9 @@ def num_tokens(stream: Stream) -> int:
 
 
 async def calm(engine: Beside) -> list[object]:
-    """What each would be, were it alone with one engine."""
+    """What each is, where nobody moves."""
     streams = [engine.submit(f"calm{i}", PROMPTS[i], params(i)) for i in range(6)]
-    return [(await stream.result()).outputs for stream in streams]
+    return [output.outputs for output in await asyncio.gather(*(stream.result() for stream in streams))]
 
 
 @within(60)
@@ -100,16 +101,18 @@ async def test_H26_roles_change_live(tmp_path: Path) -> None:
     async with beside(3, kv_offload=store(tmp_path), block_size=16) as engine:
         client = engine.client
         want = await calm(engine)
-        for roles in ({0: "prefill", 1: "decode"}, {0: "mixed", 1: "mixed", 2: "prefill"}, {0: "decode", 1: "prefill"}):
-            streams = [engine.submit(f"{len(engine.steps)}-{i}", PROMPTS[i], params(i)) for i in range(6)]
+        streams = []
+        for n, roles in enumerate(({0: "prefill", 1: "decode"}, {0: "mixed", 1: "mixed"}, {0: "decode", 1: "prefill"})):
+            streams += [engine.submit(f"{n}-{i}", PROMPTS[i], params(i)) for i in (2 * n, 2 * n + 1)]
             client.handover.set_roles(roles)
-            outputs = await asyncio.gather(*(stream.result() for stream in streams))
-            assert [output.outputs for output in outputs] == want
+            await engine.until(lambda streams=streams: num_tokens(streams[-2]) >= 2)
+        outputs = await asyncio.gather(*(stream.result() for stream in streams))
+        assert [output.outputs for output in outputs] == want
         with pytest.raises(InputError, match="no engine would be left for tokens"):
             client.handover.set_roles({0: "prefill", 1: "prefill", 2: "prefill"})
         with pytest.raises(InputError, match="no engine 7"):
             client.handover.set_roles({7: "mixed"})
-        assert [replica.role for replica in client.replicas] == ["decode", "prefill", "prefill"]
+        assert [replica.role for replica in client.replicas] == ["decode", "prefill", "mixed"]
 
 
 @within(60)
@@ -137,6 +140,30 @@ async def test_H30_requests_move_to_and_fro_unchanged(tmp_path: Path) -> None:
         assert engine.client.handover.num_moved == sum(moves) > 5
         with pytest.raises(InputError, match="no request 'r0' is running"):
             await engine.client.handover.migrate("r0", 1)
+
+
+@within(60)
+async def test_H26_H30_grammars_and_drafts_go_along(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    shape = StructuredOutputs(regex=r"[a-d]{3}( [a-d]{2}){30}")
+    asked = [
+        SamplingParams(seed=3, max_tokens=90, structured_outputs=shape),
+        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=2),
+    ]
+    async with beside(2, kv_offload=store(tmp_path), block_size=16, speculative_config=drafts) as engine:
+        want = [(await engine.complete(f"calm{i}", PROMPTS[i], p)).outputs for i, p in enumerate(asked)]
+        assert re.match(r"[a-d]{3} [a-d]{2} ", want[0][0].text)
+        engine.client.handover.set_roles({0: "prefill", 1: "decode"})
+        streams = [engine.submit(f"r{i}", PROMPTS[i], p) for i, p in enumerate(asked)]
+        results = asyncio.gather(*(stream.result() for stream in streams))
+        await engine.until(lambda: all(num_tokens(stream) >= 5 for stream in streams))
+        for stream in streams:
+            assert stream.replica.number == 1
+            if not stream.ended:
+                await engine.client.handover.migrate(stream.request_id, 0)
+        assert [stream.replica.number for stream in streams] == [1, 1]
+        await asyncio.gather(*(engine.client.handover.migrate(stream.request_id, 0) for stream in streams))
+        assert [output.outputs for output in await results] == want
 
 
 @within(60)

@@ -368,20 +368,21 @@ class EngineClient:
             raise RefusedError(REFUSED, status=422, code="request_convicted")
 
     def submit(
-        self, request: Request, params: SamplingParams | None, text: str | None = None, *, session: str = ""
-    ) -> Stream:
+        self, request: Request, params: SamplingParams | None, text: str | None = None, *, session: str = "",
+        engine: int | None = None,
+    ) -> Stream:  # fmt: skip
         """Take a request in. `params` is None for beam search and pooling. `session`: requests of one are sent to one
-        engine by routers that go by it. Raises as `check`."""
+        engine by routers that go by it. `engine`: it goes to this one, by number. Raises as `check`."""
         self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
         stream.session = session
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
-        replica = self._chosen(stream)
+        replica = self._chosen(stream) if engine is None else self.replicas[engine]
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":
-            replica.link.send([self.given(replica, request)])
+            replica.link.send([self.given(replica, request) if engine is None else request])
         elif replica.state == "asleep" and self.on_wanted is not None:
             self.on_wanted()
         return stream  # otherwise it is sent with `on_up`

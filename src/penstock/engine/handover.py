@@ -276,7 +276,7 @@ class Handover:
     async def flush(self, replica: Replica) -> None:
         """Returns when all that this engine had to write is in the store. Raises EngineGoneError."""
         name = f"flush-{next(_orders)}"
-        await self._asked(replica, name, Control(kind="flush", request_id=name))
+        await self.ask(replica, Control(kind="flush", request_id=name))
 
     async def fetch(self, replica: Replica, request: Request, text: Sequence[int]) -> int:
         """This engine reads what the store has of `text`, under the name of `request`. Returns the tokens it has then.
@@ -289,9 +289,11 @@ class Handover:
             kv_share=request.kv_share, keeper=request.keeper, priority=request.priority, modules=request.modules,
             recompute=request.recompute, arrival_s=request.arrival_s, hints=[KVHint("prefetch")],
         )  # fmt: skip
-        return (await self._asked(replica, name, order)).num_cached_tokens
+        return (await self.ask(replica, order)).num_cached_tokens
 
-    async def _asked(self, replica: Replica, name: str, order: Control | Request) -> EngineOutput:
+    async def ask(self, replica: Replica, order: Control | Request) -> EngineOutput:
+        """What the engine answers to an order, or at the end of a request of nobody. Raises EngineGoneError."""
+        name = order.request_id
         if replica.state != "ready":
             raise EngineGoneError(f"engine {replica.number} is {replica.state}")
         future: asyncio.Future[EngineOutput] = asyncio.get_running_loop().create_future()
