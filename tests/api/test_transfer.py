@@ -123,6 +123,7 @@ def test_H29_the_calls_need_the_admin_key(live: Any) -> None:
     ("more", "says"),
     [
         ({"replica_roles": "prefill=1,decode=1"}, "replica_roles: keys and values go from engine to engine by a store"),
+        ({"enable_migration": True}, "enable_migration: keys and values go from engine to engine by a store"),
         ({"replica_roles": "prefill=2"}, "replica_roles: no engine would be left for tokens"),
         ({"replica_roles": "prefill=2,decode=1"}, "replica_roles: prefill=2,decode=1 are 3 engines, and data_parall"),
         ({"replica_roles": "cook=1"}, "replica_roles: 'cook=1' is none of prefill=N, decode=N, mixed=N"),

@@ -11,7 +11,11 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.core.request import Control
 from penstock.core.sampling import SamplingParams, StructuredOutputs
+from penstock.engine.rescheduling import Rescheduling
 from penstock.engine.stream import Stream
+from penstock.launch.front import limits_from
+from penstock.route.rescheduling import Rescheduler
+from penstock.text.validate import build_request
 from tests.engine.beside import Beside, beside
 from tests.engine.processes import within
 from tests.engine.test_process_link import params
@@ -157,10 +161,6 @@ async def test_H26_H30_grammars_and_drafts_go_along(tmp_path: Path) -> None:
         streams = [engine.submit(f"r{i}", PROMPTS[i], p) for i, p in enumerate(asked)]
         results = asyncio.gather(*(stream.result() for stream in streams))
         await engine.until(lambda: all(num_tokens(stream) >= 5 for stream in streams))
-        for stream in streams:
-            assert stream.replica.number == 1
-            if not stream.ended:
-                await engine.client.handover.migrate(stream.request_id, 0)
         assert [stream.replica.number for stream in streams] == [1, 1]
         await asyncio.gather(*(engine.client.handover.migrate(stream.request_id, 0) for stream in streams))
         assert [output.outputs for output in await results] == want
@@ -182,3 +182,27 @@ async def test_H30_what_cannot_be_moved_says_why(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="need a store"):
             engine.client.handover.set_roles({0: "prefill"})
         await stream.result()
+
+
+@within(60)
+async def test_H30_who_waits_for_memory_goes_where_there_is_some(tmp_path: Path) -> None:
+    """All are given to one engine, whose memory is too small for them; the policy moves them while they run."""
+    small = {"num_gpu_blocks_override": 24, "block_size": 16, "max_num_seqs": 8}
+    async with beside(2, kv_offload=store(tmp_path), **small) as engine:
+        client = engine.client
+        want = await calm(engine)
+        client.rescheduling = Rescheduling(client, Rescheduler(), every_s=0.01)
+        client.control(Control(kind="reset_prefix_cache"))
+        await engine.until(lambda: client.replicas[0].snapshot.kv_total == 24)
+        limits = limits_from(client.info)
+        streams = []
+        for i in range(5):
+            ids = engine.front.tokenizer.encode(PROMPTS[i])
+            request = build_request(f"r{i}", ids, params(i), limits=limits, tokenizer=engine.front.tokenizer,
+                                    seed=len(ids))  # fmt: skip
+            streams.append(client.submit(request, params(i), engine=0))
+        client.rescheduling.begin()
+        outputs = await asyncio.gather(*(stream.result() for stream in streams))
+        assert [output.outputs for output in outputs] == want[:5]
+        assert client.handover.num_moved >= 1
+        assert {stream.replica.number for stream in streams} == {0, 1}

@@ -38,6 +38,7 @@ from penstock.engine.stream import Delta, Stream
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.sampling import SamplingParams
+    from penstock.engine.rescheduling import Rescheduling
     from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.engine")
@@ -97,6 +98,8 @@ class EngineClient:
         self.replicas = [Replica(self, n, one, self._processor) for n, one in enumerate((link, *further))]
         self._placing = placing
         self.handover = Handover(self, has_store=has_store)
+        self.rescheduling: Rescheduling | None = None
+        """Moves requests between engines by itself; None: only who asks does."""
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
         self.weights: WeightsOrder | None = None
@@ -168,6 +171,8 @@ class EngineClient:
         assert self.info is not None
         if self._placing is not None and self.info.caches_prefixes:
             self._placing.block_size = self.info.block_size
+        if self.rescheduling is not None:
+            self.rescheduling.begin()
         return self.info
 
     def begin_asleep(self, info: EngineInfo) -> None:
@@ -213,6 +218,8 @@ class EngineClient:
 
     async def _close(self) -> None:
         self.handover.close()
+        if self.rescheduling is not None:
+            self.rescheduling.end()
         await asyncio.gather(*(replica.link.close() for replica in self.replicas))
 
     def ready(self) -> tuple[bool, str]:

@@ -190,6 +190,11 @@ class Handover:
         finally:
             self._moving.discard(request_id)
 
+    def can_move(self, stream: Stream) -> bool:
+        """Whether it can be moved at all, and is not about to be."""
+        name = stream.request_id
+        return self._divides(stream.request) and name not in self._moving and name not in self._prompts
+
     def _problem(self, found: tuple[Stream, Live] | None, name: str, target: Replica | None) -> str:
         if found is None:
             return f"no request {name!r} is running"

@@ -170,6 +170,16 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     )
     if roles is not None:
         client.handover.set_roles(dict(enumerate(roles)))
+    if server.enable_migration:
+        if not has_store:
+            raise ConfigError(
+                "enable_migration: keys and values go from engine to engine by a store; give kv_offload, too",
+                field="enable_migration",
+            )
+        from penstock.engine.rescheduling import Rescheduling
+        from penstock.route.rescheduling import Rescheduler
+
+        client.rescheduling = Rescheduling(client, Rescheduler())
     return client
 
 
