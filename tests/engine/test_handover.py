@@ -11,15 +11,19 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.core.request import Control
 from penstock.core.sampling import SamplingParams, StructuredOutputs
+from penstock.engine.core import EngineCore
 from penstock.engine.rescheduling import Rescheduling
 from penstock.engine.stream import Stream
 from penstock.launch.front import limits_from
 from penstock.route.rescheduling import Rescheduler
+from penstock.runner.shared_secret import make_secret
 from penstock.text.validate import build_request
 from tests.engine.beside import Beside, beside
 from tests.engine.processes import within
 from tests.engine.test_process_link import params
+from tests.engine.test_remote_blocks import port_of, serving
 
+CALLS = ("prepare_store", "prepare_load", "load", "complete_load", "evict")
 STORY = "Once upon a time there was a small dog who lived in a large house with a red door and a blue roof. " * 2
 PROMPTS = [f"{number}. {STORY}" for number in range(6)]
 
@@ -206,3 +210,31 @@ async def test_H30_who_waits_for_memory_goes_where_there_is_some(tmp_path: Path)
         assert [output.outputs for output in outputs] == want[:5]
         assert client.handover.num_moved >= 1
         assert {stream.replica.number for stream in streams} == {0, 1}
+
+
+@within(60)
+async def test_B16_one_api_for_host_disk_and_another_process_and_reuse_across_a_split(tmp_path: Path) -> None:
+    """A folder and a server of blocks: what the engine for prompts has in its cache is not computed again, nor is what
+    only the other one, or neither, has in memory."""
+    shared = tmp_path / "shared"
+    assert make_secret(shared)
+    with serving(shared) as server:
+        port = port_of(server)
+        for offload in (f"remote:127.0.0.1:{port}", f"{store(tmp_path)} remote:127.0.0.1:{port}"):
+            settings = {"kv_offload_secret_file": str(shared), "block_size": 16, "kv_load_policy": "wait"}
+            async with beside(2, kv_offload=offload, enable_hierarchical_cache=True, swap_space=0.1, **settings) as one:
+                for tier in (tier for core in one.cores.values() for tier in tiers_of(core)):
+                    assert all(callable(getattr(tier, name)) for name in CALLS), tier
+                one.client.handover.set_roles({0: "prefill", 1: "decode"})
+                first = await one.complete("a", PROMPTS[1], params(0))
+                again = await one.complete("b", PROMPTS[1], params(0))
+                assert again.outputs == first.outputs
+                assert again.num_cached_tokens == 16 * ((len(first.prompt_token_ids or []) - 1) // 16) > 0
+                assert one.client.handover.num_passed == 2
+                told = [t for t in one.steps if t.number == 1 and t.num_tokens]
+                assert max(t.num_tokens for t in told) <= 16, "the engine for tokens computes no prompt"
+
+
+def tiers_of(core: EngineCore) -> list[object]:
+    assert core.kv.stored is not None
+    return [core.kv.swaps.tier, *core.kv.stored.tiers]
