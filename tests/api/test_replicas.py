@@ -81,7 +81,6 @@ def test_H04_a_server_goes_on_with_one_engine_and_sessions_stay_together() -> No
         ({"route_policy": "guess"}, "unknown route_policy 'guess'; choose one of: least-kv"),
         ({"engine_in_process": True}, "engine_in_process: it does not go together with several engines"),
         ({"keep_alive": "5m"}, "keep_alive: it does not go together"),
-        ({"kv_offload": "disk:/nowhere,1GiB"}, "kv_offload: engines of one server do not share it yet"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes: engines of one server do not share it yet"),
     ],
 )

@@ -99,7 +99,10 @@ async def replicated(
         for _ in range(size)
     ]
     front = open_front(config)
-    client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
+    client = EngineClient(
+        links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing,
+        has_store=config.cache.kv_offload != "none",
+    )  # fmt: skip
     await client.start()
     try:
         yield Running(client, links[0], front)

@@ -94,7 +94,6 @@ def check_replicas(config: Any) -> None:
             field="max_replicas",
         )
     given = {
-        "kv_offload": offload_of(config.cache.kv_offload) is not None,
         "finetune_root": config.lora.finetune_root is not None, "nnodes": config.execution.nnodes > 1,
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):

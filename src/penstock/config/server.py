@@ -40,6 +40,16 @@ class ServerConfig(Section):
         "others have much less to do), session, least-requests, least-tokens, least-kv, power-of-two, virtual-usage, "
         "round-robin.",
     )
+    replica_roles: str | None = setting(
+        None,
+        "What engines (data_parallel_size) are for: prefill=1,decode=3; those left over are mixed. Prompts are computed "
+        "by the first kind, tokens by the second, and keys and values go by kv_offload.",
+    )
+    enable_migration: bool = setting(
+        False,
+        "Requests that run or wait move between engines (data_parallel_size) where that makes room for those who wait; "
+        "keys and values go by kv_offload.",
+    )
     models_memory: float | None = setting(
         None,
         "GiB that several models may take together, weights and KV (by default, what is free at the start). Who has "

@@ -11,6 +11,8 @@ from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
 from penstock.core.weight_swap import WeightsOrder
 
+FLUSHED = "flushed"
+"""Finish reason of the news that answer an order to flush."""
 REPETITION = ("repetition", "repetition_detected")
 """Finish reason and stop reason (vLLM's words) of a sample that ran in circles."""
 
@@ -207,7 +209,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     what becomes of its blocks), `weights` (swap them; `request_id` is how its news is called), `hold` (nobody runs
     until `go_on`; with `label` "retract" the running give up their memory, with "abort" all are aborted, with "wait"
     those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two), `fence` (an
-    output of this `request_id` and the reason FENCED says that all before it has taken effect).
+    output of this `request_id` and the reason FENCED says that all before it has taken effect), `flush` (news under the
+    name `request_id` say that all blocks that were to be written until now are in the store, or will not be).
     """
 
     kind: str

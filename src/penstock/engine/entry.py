@@ -11,6 +11,7 @@ from penstock.core.events import MachineNews, Move, PoolGrowth, StoreNews
 from penstock.core.output import EngineOutput
 from penstock.core.request import FENCED, Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
+from penstock.engine.flushing import Flushing
 from penstock.engine.group import SequenceGroup
 from penstock.engine.swapping import Swapping
 from penstock.sched.knobs import Knobs
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 CONTROL_KINDS = (
     "preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep", "weights",
-    "hold", "go_on", "freeze", "thaw", "fence",
+    "hold", "go_on", "freeze", "thaw", "fence", "flush",
 )  # fmt: skip
 MOVES_KEPT = 64
 _LOG = logging.getLogger("penstock")
@@ -47,6 +48,7 @@ class Entry:
         self._next_arrival = 0
         self._prefetches: list[Sequence] = []
         self.swapping = Swapping(commit, executor, inflight)
+        self.flushing = Flushing(commit.kv, commit.emitted)
         self.knobs = Knobs(commit.scheduler)
         self.moves: deque[tuple[float, Move]] = deque(maxlen=MOVES_KEPT)
         """The last moves of knobs, and when they were made on the engine's clock."""
@@ -186,6 +188,9 @@ class Entry:
             return
         if control.kind == "evict_prefix_cache":
             self._kv.hints.evict(control.label, control.age_s)
+            return
+        if control.kind == "flush":
+            self.flushing.ask(control.request_id)
             return
         if control.kind in ("freeze", "thaw"):
             self.knobs.frozen = control.kind == "freeze"

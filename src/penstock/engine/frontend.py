@@ -27,8 +27,9 @@ from penstock.core.output import (
 )
 from penstock.core.request import Abort, Control, Intake, Request
 from penstock.core.weight_swap import BUSY, WeightFacts, WeightsOrder
-from penstock.engine.client import OutputProcessor, Tally
+from penstock.engine.client import Live, OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
+from penstock.engine.handover import Handover
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import resumed
 from penstock.engine.replica import Placing, Replica, summed
@@ -37,6 +38,7 @@ from penstock.engine.stream import Delta, Stream
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.sampling import SamplingParams
+    from penstock.engine.rescheduling import Rescheduling
     from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.engine")
@@ -78,8 +80,10 @@ class EngineClient:
         on_finish: FinishListener | None = None,
         further: Sequence[Link] = (),
         placing: Placing | None = None,
+        has_store: bool = False,
     ) -> None:
-        """`further`: of more engines of the same model; `placing` chooses between them all."""
+        """`further`: of more engines of the same model; `placing` chooses between them all. `has_store`: of blocks,
+        which they have in common."""
         self.link = link
         self.clock = clock
         self.info: EngineInfo | None = None
@@ -96,6 +100,9 @@ class EngineClient:
         self._departed = EngineSnapshot()
         """Counters of engines that were removed; `_departed_restarts` likewise."""
         self._departed_restarts = 0
+        self.handover = Handover(self, has_store=has_store)
+        self.rescheduling: Rescheduling | None = None
+        """Moves requests between engines by itself; None: only who asks does."""
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
         self.weights: WeightsOrder | None = None
@@ -199,6 +206,8 @@ class EngineClient:
         assert self.info is not None
         if self._placing is not None:
             self._placing.follow(self.info)
+        if self.rescheduling is not None:
+            self.rescheduling.begin()
         return self.info
 
     def begin_asleep(self, info: EngineInfo) -> None:
@@ -243,6 +252,9 @@ class EngineClient:
         self._end_all(self.reason, gone=True)
 
     async def _close(self) -> None:
+        self.handover.close()
+        if self.rescheduling is not None:
+            self.rescheduling.end()
         await asyncio.gather(*(replica.link.close() for replica in self.replicas))
 
     def ready(self) -> tuple[bool, str]:
@@ -261,6 +273,7 @@ class EngineClient:
 
     def went_down(self, replica: Replica, down: Down) -> Collection[int]:
         """See `link.Listener.on_down`."""
+        self.handover.lost(replica)
         if self._swap is not None:
             name, why = self._swap[0], f"{down.reason}; the old weights serve on"
             self._processor.orders.clear()
@@ -302,15 +315,42 @@ class EngineClient:
         for stream in streams:
             if (to := self._chosen(stream)) is None or to is lost:
                 return
-            again = resumed(stream.request, self._processor.live(stream.request_id))
-            if again is None:
-                continue  # it has ended, and nobody has looked yet
-            lost.let_go(stream)
+            self.pass_on(stream, to, leaves=True)
+
+    def pass_on(self, stream: Stream, to: Replica, *, stops: bool = False, leaves: bool = False) -> None:
+        """`to` goes on with it. `stops`: the engine that has it works on it still. `leaves`: it may, and what it still
+        says of it is nobody's (`Replica.let_go`)."""
+        lost: Replica = stream.replica
+        again = resumed(stream.request, self._processor.live(stream.request_id))
+        if again is None:
+            return  # it has ended, and nobody has looked yet
+        if stops:
+            lost.link.send([Abort(request_id=stream.request_id)])
+        if to is not lost and self._placing is not None:
+            if leaves:
+                lost.let_go(stream)
+            else:
+                del lost.streams[stream.request_id]
             self._placing.ended(stream.request_id, lost)
             lost.replay.ended(stream.request_id)
             self._place(stream, to)
-            if to.state == "ready":
-                to.link.send([again])
+        if to.state == "ready" and not self.handover.waits(to, stream.request_id):
+            to.link.send([self.given(to, again)])
+
+    def given(self, replica: Replica, request: Request) -> Request:
+        """As this engine gets it."""
+        return self.handover.given(replica, request)
+
+    def find(self, request_id: str) -> tuple[Stream, Live] | None:
+        """A request that has not ended."""
+        stream, live = self._streams.get(request_id), self._processor.find(request_id)
+        if stream is None or live is None or self._processor.is_finished(request_id):
+            return None
+        return stream, live
+
+    def choose(self, stream: Stream) -> Replica | None:
+        """An engine that works, or will, for how far it has come: None if none does."""
+        return self._chosen(stream)
 
     def _chosen(self, stream: Stream) -> Replica | None:
         """An engine that works, or will: None if none does."""
@@ -320,7 +360,7 @@ class EngineClient:
             for state in ("ready", "starting", "restarting", "asleep"):
                 found = [replica for replica in wanted if replica.state == state]
                 if found:
-                    return self._placing.choose(stream, found)
+                    return self._placing.choose(stream, self.handover.suited(stream, found))
         return None
 
     @property
@@ -381,20 +421,22 @@ class EngineClient:
             raise RefusedError(REFUSED, status=422, code="request_convicted")
 
     def submit(
-        self, request: Request, params: SamplingParams | None, text: str | None = None, *, session: str = ""
-    ) -> Stream:
+        self, request: Request, params: SamplingParams | None, text: str | None = None, *, session: str = "",
+        engine: int | None = None,
+    ) -> Stream:  # fmt: skip
         """Take a request in. `params` is None for beam search and pooling. `session`: requests of one are sent to one
-        engine by routers that go by it. Raises as `check`."""
+        engine by routers that go by it. `engine`: it goes to this one, by number. Raises as `check`."""
         self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
         stream.session = session
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
-        replica = self._chosen(stream)
+        named = (replica for replica in self.replicas if replica.number == engine)
+        replica = self._chosen(stream) if engine is None else next(named)
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":
-            replica.link.send([request])
+            replica.link.send([self.given(replica, request) if engine is None else request])
         elif replica.state == "asleep" and self.on_wanted is not None:
             self.on_wanted()
         return stream  # otherwise it is sent with `on_up`
@@ -487,7 +529,7 @@ class EngineClient:
         if self._placing is not None and message.blocks is not None:
             self._placing.told(replica, message.blocks)
         if self._placing is not None:  # who was moved is another's
-            outputs = replica.without_left(outputs, self._streams)
+            outputs = self.handover.sift(replica, replica.without_left(outputs, self._streams))
         touched = self._processor.process(outputs)
         for request_id in touched:
             stream = self._streams.get(request_id)
@@ -506,6 +548,8 @@ class EngineClient:
             self._processor.aborts.clear()
             replica.link.send(orders)
         replica.replay.after(outputs)
+        if self._placing is not None:
+            self.handover.after(touched)
 
     # -- what streams ask for ------------------------------------------------------------------------------------
 
@@ -609,6 +653,7 @@ class EngineClient:
 
     def _drop(self, stream: Stream) -> None:
         self._streams.pop(stream.request_id, None)
+        self.handover.forget(stream.request_id)
         replica: Replica = stream.replica
         replica.streams.pop(stream.request_id, None)
         self._processor.discard(stream.request_id)

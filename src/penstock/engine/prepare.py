@@ -52,18 +52,24 @@ class Preparation:
 
     @classmethod
     def of(cls, core: EngineCore, watch: Watch) -> Preparation:
-        """Compiling grammars on the ranks of `core`.
+        """Compiling grammars on the ranks of `core`, and looking at the store for what others have written.
 
         `watch` is told in a thread of this what that thread, by number, begins to work on, and with None that it has.
         """
         executor = core.executor
 
-        def needed(request: Request) -> bool:
+        def compiles(request: Request) -> bool:
             return request.rules.grammar is not None and not executor.holds(request.rules.grammar)
 
+        def needed(request: Request) -> bool:
+            return core.store_look is not None or compiles(request)
+
         def work(request: Request) -> None:
-            assert request.rules.grammar is not None, "needed has looked"
-            executor.prepare(request.rules.grammar)
+            if core.store_look is not None:
+                core.store_look(request)
+            if compiles(request):
+                assert request.rules.grammar is not None, "it has one"
+                executor.prepare(request.rules.grammar)
 
         return cls(needed, work, watch, executor.ready_weights)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.core.messages import BlocksTold, EngineInfo, EngineSnapshot, Outputs
-from penstock.core.request import FENCED, Abort, Control, Intake
+from penstock.core.replica_roles import MIXED
+from penstock.core.request import FENCED, Abort, Control, Intake, Request
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 
@@ -36,6 +37,8 @@ class ReplicaOwner(Protocol):
     def went_down(self, replica: Replica, down: Down) -> Collection[int]: ...
 
     def take_in(self, replica: Replica, message: Outputs) -> None: ...
+
+    def given(self, replica: Replica, request: Request) -> Request: ...
 
 
 class Placing(Protocol):
@@ -65,6 +68,8 @@ class Replica:
     def __init__(self, owner: ReplicaOwner, number: int, link: Link, processor: OutputProcessor) -> None:
         self._owner, self.number, self.link, self._processor = owner, number, link, processor
         self.streams: dict[str, Stream] = {}
+        self.role = MIXED
+        """What it is for (`core.replica_roles`)."""
         self.snapshot = EngineSnapshot()
         self.state = "starting"
         self.reason = ""
@@ -100,7 +105,7 @@ class Replica:
         if self._owner.paused:
             self.link.send([Control(kind="hold")])
         again = [resumed(s.request, self._processor.live(s.request_id)) for s in self.streams.values()]
-        items: list[Intake] = [request for request in again if request is not None]
+        items: list[Intake] = [self._owner.given(self, request) for request in again if request is not None]
         if items:
             self.link.send(items)
 

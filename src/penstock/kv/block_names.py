@@ -39,4 +39,9 @@ class BlockNames:
 
     def root(self, namespace: bytes, taint: str) -> bytes:
         """What the first block of a text of this namespace follows."""
-        return root_name(self.secret, self.fingerprint, namespace + b"\0" + taint.encode())
+        return root_name(self.secret, self.fingerprint, root_of(namespace, taint))
+
+
+def root_of(namespace: bytes, taint: str) -> bytes:
+    """Under which texts of this namespace are named."""
+    return namespace + b"\0" + taint.encode()

@@ -6,7 +6,7 @@ What it decides leaves as orders in the list of page operations; what became of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.core.page_ops import DISK, TIER_NAMES, DropOp, GetOp, KeepOp, PutOp
 from penstock.kv.outbox import Outbox
@@ -49,6 +49,11 @@ class NamedTier:
     def queued_bytes(self) -> int:
         """Bytes that are being read."""
         return sum(num_bytes for _, num_bytes in self._gets.values())
+
+    @property
+    def writing(self) -> Iterable[int]:
+        """Moves of what is to be written, and of which nothing has been reported."""
+        return self._puts.keys()
 
     def lookup(self, keys: Sequence[str]) -> int:
         """How many of the first of these are there, without a gap."""

@@ -19,18 +19,21 @@ from penstock.core.page_ops import STATE
 from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD
 from penstock.core.step_shape import shape_of
 from penstock.kv.ahead import BlocksAhead
-from penstock.kv.block_names import BlockNames
+from penstock.kv.block_names import BlockNames, root_of
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.events import MEDIA, EventRecorder, EventSettings
 from penstock.kv.load_rates import Choice, LoadRates, Places
 from penstock.kv.named_tier import NamedTier
 from penstock.kv.outbox import Outbox
-from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
+from penstock.kv.store_index import FoundBlock, StoreIndex, names_after, root_name
 from penstock.kv.store_load import BothEnds
 from penstock.kv.swap import Swapped, Swaps
 
 if TYPE_CHECKING:
+    from array import array
+
     from penstock.core.batch import SchedulerOutput, StepOutput
+    from penstock.core.request import Request
     from penstock.core.sequence import Sequence as Seq
 
 
@@ -98,6 +101,8 @@ class StoredBlocks:
         self.choices = dict.fromkeys(("none", "wait", "split", "cake", "share"), 0)
         self._declined, self._met = False, 0
         self.ahead = BlocksAhead(settings.ahead_bytes, outbox, swaps.next_move)
+        self.awaited = False
+        """Somebody waits to hear that what is to be written is there: steps without rows are due."""
         self._told_kept: list[tuple[StoreIndex, str, float]] = []
         self._outbox = outbox
         self._settings = settings
@@ -136,8 +141,7 @@ class StoredBlocks:
             if seq.request.kv_share:
                 for tier in self.tiers:
                     tier.index.share(space, seq.request.kv_share)
-            place = f"{settings.fingerprint}/{space}"
-            known.paths += [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[num:end], num)]
+            known.paths += paths_in(f"{settings.fingerprint}/{space}", known[num:end], num)
         return known.paths[first:end]
 
     # -- in ------------------------------------------------------------------------------------------------------
@@ -489,8 +493,13 @@ class StoredBlocks:
 
     @property
     def waits(self) -> bool:
-        """Whether blocks are to be written, and no step has carried the order yet."""
-        return any(tier.waiting for tier in self.tiers)
+        """Whether blocks are to be written, and no step has carried the order yet; or somebody waits for that."""
+        return self.awaited or any(tier.waiting for tier in self.tiers)
+
+    @property
+    def writing(self) -> list[int]:
+        """Moves of blocks that are to be written, and of which no step has said what became of them."""
+        return [move for tier in self.tiers for move in tier.writing]
 
     def _pages(self, seq: Seq, block: int) -> tuple[int, ...]:
         """First pages of a block; -1 where a group has none of it, or is a draft model's."""
@@ -510,6 +519,18 @@ class StoredBlocks:
 def _enters(seq: Seq) -> bool:
     """Whether what `seq` computes enters the prefix cache."""
     return seq.taint_start is None and seq.node is not None and seq.node.next_commit != NEVER
+
+
+def paths_in(place: str, names: Sequence[bytes], first: int = 0) -> list[str]:
+    """Of the blocks of one text, from its block `first` on, at a model's and tenant's place."""
+    return [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(names, first)]
+
+
+def paths_of(settings: StoreSettings, request: Request, tokens: array[int], block_size: int) -> list[str]:
+    """Where the whole blocks of `tokens`, a text of `request`, are or would be: as a sequence of it would name them."""
+    root = root_name(settings.secret, settings.fingerprint, root_of(request.namespace, request.taint))
+    place = f"{settings.fingerprint}/{space_of(settings.secret, request.keeper or request.tenant)}"
+    return paths_in(place, names_after(settings.secret, root, tokens.tobytes(), 4 * block_size))
 
 
 def space_of(secret: bytes, tenant: str) -> str:

@@ -100,12 +100,12 @@ def start(
     is read if it can be known by then.
     """
     if config.execution.distributed_executor_backend != "ray":
-        return _start(config, machine, progress, serving, box)
+        return _start(config, machine, progress, serving, box, block_secret)
     from penstock.launch.ray_hosts import RayHosts  # nobody else needs it; a server has them already
 
     hosts = RayHosts(config)
     try:
-        engine = _start(hosts.config, machine, progress, serving, box)
+        engine = _start(hosts.config, machine, progress, serving, box, block_secret)
     except BaseException:
         hosts.close()
         raise
@@ -114,8 +114,9 @@ def start(
 
 
 def _start(
-    config: EngineConfig, machine: Machine | None, progress: Progress | None, serving: bool, box: BlackBox | None
-) -> Engine:
+    config: EngineConfig, machine: Machine | None, progress: Progress | None, serving: bool, box: BlackBox | None,
+    block_secret: bytes,
+) -> Engine:  # fmt: skip
     check_names(config)
     if config.execution.most_replicas > 1 and not serving:
         field = config.execution.replicas_field

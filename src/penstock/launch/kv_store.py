@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,19 +28,20 @@ from penstock.config.offload import DiskStore, OutsideStores, offload_of
 from penstock.core.block_codec import BLOCK_CODECS, BlockCodec, BlockPart
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
-from penstock.core.page_ops import DISK, REMOTE
+from penstock.core.page_ops import DISK, REMOTE, STATE
 from penstock.formats.files import quoted
 from penstock.kv.store_index import NO_LIMIT
-from penstock.kv.stored import StoreSettings
+from penstock.kv.stored import StoreSettings, paths_of
 from penstock.launch.remote_store import RemoteStore
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
-from penstock.runner.block_files import BlockFiles, file_bytes, is_whole
+from penstock.runner.block_files import OVERHEAD, BlockFiles, file_bytes, is_whole
 from penstock.runner.block_peer import Address
 from penstock.runner.shared_secret import FIELD, Secrets, read_secrets
 
 if TYPE_CHECKING:
+    from penstock.core.request import Request
     from penstock.families.checkpoint import Checkpoint
 
 SECRET, LOCK, ABOUT, SERVED, PINS = "secret", "lock", "about.json", "served", "pins.json"
@@ -59,13 +61,15 @@ def open_folder(store: DiskStore, key: bytes | None = None) -> bytes:
     folder = store.folder
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Looked at before the secret: engines that begin at the same time make that first, by a part of its own.
+        others = any(not path.name.startswith(f".{SECRET}.") for path in folder.iterdir())
         info = folder.stat()
         problem = ""
         if info.st_uid != os.geteuid():
             problem = f"belongs to user {info.st_uid}; name a folder of your own"
         elif info.st_mode & 0o077:
             problem = f"can be used by others (mode {stat.S_IMODE(info.st_mode):o}); chmod 700 it, or name a new one"
-        elif not (folder / SECRET).exists() and any(True for _ in folder.iterdir()):
+        elif others and not (folder / SECRET).exists():
             problem = "holds other things; name a new folder, or an empty one"
         if problem:
             raise ConfigError(f"kv_offload: {quoted(folder)} {problem}", field="kv_offload")
@@ -188,14 +192,28 @@ def _describe(folder: Path, about: StoreModel) -> None:
 
 
 class KVStore(NamedTuple):
-    """Stores that are open. `settings`: for the books. Closing is the end of the process."""
+    """Stores that are open. `settings`: for the books. Closing is the end of the process. `block_size`: in tokens."""
 
     settings: StoreSettings
     looks: Sequence[FolderLook | RemoteStore]
+    block_size: int
 
     def news(self, now_s: float) -> list[StoreNews]:
         """What others have changed, if it is time to say."""
         return [news for look in self.looks for news in look.news(now_s)]
+
+    def look(self, request: Request) -> None:
+        """What others have just written of this request's texts is news before its first step. From any thread.
+
+        A folder is looked at for each; servers are asked for those alone that come from another engine."""
+        ends = [array("I")] if request.resume is None else [array("I", ids) for _, ids in request.resume.samples]
+        prompt = array("I", request.prompt_token_ids)
+        comes = request.resume is not None or request.prefetches
+        paths = [path for end in ends for path in paths_of(self.settings, request, prompt + end, self.block_size)]
+        if self.settings.state_bytes > OVERHEAD:
+            paths += [path + STATE for path in paths]
+        for look in self.looks:
+            look.look_for(paths, comes=comes)
 
 
 class FolderLook:
@@ -207,6 +225,7 @@ class FolderLook:
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._next_s = float("-inf")
+        self._looking = threading.Lock()
         self._pins: list[str] = []
         self._kept: dict[str, float] = {}
         self._news = deque([self.look()])
@@ -233,9 +252,22 @@ class FolderLook:
             self._news.append(StoreNews(read=(num * settings.block_bytes, time.perf_counter() - began)))
 
     def _look(self) -> None:
-        news = self.look()
-        if news != StoreNews():
-            self._news.append(news)
+        with self._looking:
+            news = self.look()
+            if news != StoreNews():
+                self._news.append(news)
+
+    def look_for(self, paths: Iterable[str], *, comes: bool) -> None:
+        """These alone, at once. What has gone is known by the next look. If a request `comes` from another engine, what
+        was seen before, too: this engine may have removed it meanwhile, and the other one have written it anew."""
+        with self._looking:
+            found = []
+            for path in dict.fromkeys(paths):
+                if (comes or path not in self._seen) and (info := _info(self.folder / path)) is not None:
+                    found.append((path, info.st_size, int(info.st_mtime) // 60))
+            self._seen.update(path for path, *_ in found)
+            if found:
+                self._news.append(StoreNews(found=found))
 
     def look(self) -> StoreNews:
         """What has come and gone since the last look, and whether this process makes room from now on."""
@@ -276,6 +308,15 @@ class FolderLook:
                 os.close(fd)
             return None
         return fd
+
+
+def _info(path: Path) -> os.stat_result | None:
+    """Of a file, if it is one."""
+    try:
+        info = path.lstat()
+    except OSError:
+        return None
+    return info if stat.S_ISREG(info.st_mode) else None
 
 
 def files_of(folder: Path) -> list[tuple[str, os.stat_result]]:
@@ -333,7 +374,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         looks.append(FolderLook(offload.disk.folder, settings))
     if offload.remotes:
         looks.append(RemoteStore(addresses_of(config, offload), name))
-    return KVStore(settings, looks)
+    return KVStore(settings, looks, plan.block_size)
 
 
 def block_key(config: EngineConfig, offload: OutsideStores) -> bytes:

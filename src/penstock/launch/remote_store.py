@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import REMOTE
@@ -42,6 +42,11 @@ class RemoteStore:
         for side in self.sides:
             side.ask()
 
+    def look_for(self, paths: Iterable[str], *, comes: bool) -> None:
+        """Ask each at once if a request `comes` from another engine: then what it had just written is news."""
+        if comes:
+            self.look()
+
     def tell(self, found: list[tuple[str, int]], gone: list[str]) -> None:
         """A server has these now, and has those no more."""
         with self._telling:
@@ -66,6 +71,7 @@ class _Served:
         self._store = store
         self._epoch, self._since = "", 0
         self._thread: threading.Thread | None = None
+        self._asking = threading.Lock()
         self.seen: set[str] = set()
 
     def begin(self) -> None:
@@ -76,6 +82,10 @@ class _Served:
 
     def ask(self) -> None:
         """Once. Who does not answer has nothing, until it does again: then nobody waits for it in vain."""
+        with self._asking:
+            self._ask()
+
+    def _ask(self) -> None:
         try:
             listing = self._peer.list(Ask(self._prefix, self._epoch, self._since))
         except PeerError:

@@ -42,6 +42,7 @@ MOST_WAITING_BYTES = 256 << 20
 """Copies of blocks that wait to be written; more are not kept."""
 PATIENCE_S, PATIENCE_RATE = 5.0, 20e6
 """A load that takes longer than this and its bytes at that rate is given up, and computed."""
+WRITE_WAIT_S = 0.002
 RETRY_S = 30.0
 """After a write failed, nothing is written for so long."""
 _log = logging.getLogger(__name__)
@@ -171,12 +172,12 @@ class BlockFiles:
     def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
         """Moves that have ended since this was last asked, and whether they did what they should.
 
-        `wait_s`: how long to wait for one if loads are on their way.
+        `wait_s`: how long to wait for one if loads are on their way; for a block that is being written less.
         """
         now = time.monotonic()
         with self._lock:
-            if wait_s and self._loads:
-                self._done.wait(wait_s)
+            if wait_s and (self._loads or self._waiting_bytes):
+                self._done.wait(wait_s if self._loads else min(wait_s, WRITE_WAIT_S))
             for move, load in list(self._loads.items()):
                 if now > load.until_s:
                     del self._loads[move]
@@ -262,6 +263,7 @@ class BlockFiles:
         with self._lock:
             self._ended[op.move] = good
             self._waiting_bytes -= len(copy) - OVERHEAD
+            self._done.notify_all()
             if len(copy) == self._bytes[False] + OVERHEAD:
                 self._free.append(copy)
 

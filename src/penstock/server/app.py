@@ -47,6 +47,7 @@ from penstock.server.routes import (
     responses,
     text,
     tgi,
+    transfer,
     weights,
 )
 from penstock.server.schema.openapi import Documentation
@@ -61,7 +62,7 @@ from penstock.text.defaults import sampling_decision
 log = logging.getLogger("penstock.server")
 MODULES = (
     chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
-    batches, finetuning, ollama, llama_server, tgi, ops, docs, admin, replicas, weights, page,
+    batches, finetuning, ollama, llama_server, tgi, ops, docs, admin, replicas, weights, transfer, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")

@@ -14,6 +14,7 @@ from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
 from penstock.config.lora import parse_modules
 from penstock.config.server import ServerConfig
+from penstock.core.replica_roles import roles_of
 from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link
@@ -162,10 +163,39 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     from penstock.engine.placement import EnginePlacement
     from penstock.route import ROUTERS
 
-    placing = EnginePlacement(ROUTERS.get(config.server.route_policy)())
+    placing = EnginePlacement(ROUTERS.get(server.route_policy)())
     secret = placing.block_secret
     links = [make_link(config, spare if number == 0 else None, block_secret=secret) for number in range(size)]
-    return EngineClient(links[0], None, clock, further=links[1:], placing=placing)
+    has_store = config.engine.cache.kv_offload != "none"
+    roles = None if server.replica_roles is None else roles_for(server.replica_roles, size, has_store=has_store)
+    client = EngineClient(links[0], None, clock, further=links[1:], placing=placing, has_store=has_store)
+    if roles is not None:
+        client.handover.set_roles(dict(enumerate(roles)))
+    if server.enable_migration:
+        if not has_store:
+            raise ConfigError(
+                "enable_migration: keys and values go from engine to engine by a store; give kv_offload, too",
+                field="enable_migration",
+            )
+        from penstock.engine.rescheduling import Rescheduling
+        from penstock.route.rescheduling import Rescheduler
+
+        client.rescheduling = Rescheduling(client, Rescheduler())
+    return client
+
+
+def roles_for(given: str, size: int, *, has_store: bool) -> list[str]:
+    """What `replica_roles` makes of so many engines. Raises ConfigError."""
+    try:
+        roles = roles_of(given, size)
+    except ValueError as error:
+        raise ConfigError(f"replica_roles: {error}", field="replica_roles") from None
+    if not has_store:
+        raise ConfigError(
+            "replica_roles: keys and values go from engine to engine by a store; give kv_offload, too",
+            field="replica_roles",
+        )
+    return roles
 
 
 def add_membership(server: Server, config: ServeConfig) -> None:

@@ -83,6 +83,12 @@ def since(stats: EngineStats, before: EngineStats) -> EngineStats:
     return replace(stats, **counts)
 
 
+_FACTS = (
+    "arrival_s", "scheduled_s", "first_token_s", "finish_s", "num_prompt", "num_output", "cached", "preemptions",
+    "quality",
+)  # fmt: skip
+
+
 class _Columns:
     """One growing array per fact: about 60 bytes per request. Row r is the r-th served request."""
 
@@ -104,6 +110,13 @@ class _Columns:
             zeros.append(0)
         return row
 
+    def copy(self, other: _Columns, row: int, tenant: int) -> int:
+        """A request that comes with what is known of it. Returns its row here."""
+        for name in _FACTS:
+            getattr(self, name).append(getattr(other, name)[row])
+        self.tenant.append(tenant)
+        return len(self.tenant) - 1
+
     def finished(self) -> RequestColumns:
         def floats(values: array[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
             return np.array(values, np.float64)
@@ -121,10 +134,12 @@ class _Columns:
 class _Live:
     """A request between arrival and its last token."""
 
-    __slots__ = ("delivery", "last_s", "row", "urgent")
+    __slots__ = ("delivery", "last_s", "request", "row", "token_ids", "urgent")
 
     def __init__(self, row: int, delivery: Delivery, *, urgent: bool) -> None:
         self.urgent = urgent
+        self.request: Request | None = None
+        self.token_ids: list[int] = []  # where requests move
         self.row = row
         self.delivery = delivery
         self.last_s = _NEVER
@@ -188,6 +203,10 @@ class WorkloadRun:
         self.wall = MonotonicClock()
         self.began_s = self.wall.now()
         self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
+        self.moves = False
+        """Requests may be taken out and taken in (`sim.moving`)."""
+        self.left: set[int] = set()
+        """Rows of requests that have been taken out."""
         self.tap = StepTap(core, self.timeline, digests=digests, shapes=samples is not None, inner=core.recorder)
 
     def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
@@ -291,26 +310,27 @@ class WorkloadRun:
         request_id = str(row)
         reader = request.reader or Expected()
         self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader), urgent=request.priority < 0)
-        self.core.add(
-            Request(
-                request_id=request_id,
-                # A simulated engine only measures and copies a prompt, so the compact array serves it.
-                prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
-                rules=_GREEDY,
-                max_tokens=request.num_output,
-                priority=request.priority,
-                arrival_s=self.start_s + request.arrival_s,
-                offline_s=request.offline_s,
-                tenant=request.tenant,
-                weight=request.weight,
-                slo_tpot_s=request.slo_tpot_s,
-                slo_ttft_s=request.slo_ttft_s,
-                expected_tokens=request.expected,
-                expected_ttft_s=reader.ttft_s,
-                expected_tds=reader.tds,
-                calls=list(request.calls),
-            )
+        made = Request(
+            request_id=request_id,
+            # A simulated engine only measures and copies a prompt, so the compact array serves it.
+            prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
+            rules=_GREEDY,
+            max_tokens=request.num_output,
+            priority=request.priority,
+            arrival_s=self.start_s + request.arrival_s,
+            offline_s=request.offline_s,
+            tenant=request.tenant,
+            weight=request.weight,
+            slo_tpot_s=request.slo_tpot_s,
+            slo_ttft_s=request.slo_ttft_s,
+            expected_tokens=request.expected,
+            expected_ttft_s=reader.ttft_s,
+            expected_tds=reader.tds,
+            calls=list(request.calls),
         )
+        if self.moves:
+            self.live[request_id].request = made
+        self.core.add(made)
         if self.tokens is not None:
             self.tokens.append([])
         self.timeline.count(request.arrival_s, (0, 0, 1, 0))
@@ -322,7 +342,8 @@ class WorkloadRun:
         outputs = self.core.step()
         now_s = self.clock.now()
         for request_id, started_s in self.tap.started:
-            self.columns.scheduled_s[self.live[request_id].row] = started_s - self.start_s
+            if (begun := self.live.get(request_id)) is not None and isnan(self.columns.scheduled_s[begun.row]):
+                self.columns.scheduled_s[begun.row] = started_s - self.start_s
         self.tap.started.clear()
         done_before, num_tokens = self.done, 0
         if outputs:
@@ -350,8 +371,12 @@ class WorkloadRun:
         num_tokens = at_once = 0
         live, columns = self.live, self.columns
         for out in outputs:
+            if self.moves and out.request_id not in live:
+                continue  # it has been taken out
             state = live[out.request_id]
             n = len(out.token_ids)
+            if self.moves:
+                state.token_ids += out.token_ids
             if n:
                 num_tokens += n
                 state.delivery.take(n, now_s)
@@ -392,7 +417,7 @@ class WorkloadRun:
         """What has been seen."""
         means = self.timeline.mean_levels()
         first_s = self.first_arrival_s or 0.0
-        requests = self.columns.finished()
+        requests = self.columns.finished().without(self.left)
         last_s = float(np.nanmax(requests.finish_s)) if len(requests) else first_s
         return SimResult(
             label=self.label or self.workload.name,

@@ -14,10 +14,12 @@ import numpy as np
 
 from penstock.base.clock import MonotonicClock, VirtualClock
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.executor.sim_files import DiskRates, SimFolder
 from penstock.kv.events import EventSettings
 from penstock.route import ROUTERS
 from penstock.route.router import EngineLoad, RoutePolicy
 from penstock.sim.driver import Progress, WorkloadRun
+from penstock.sim.moving import Ticks
 from penstock.sim.result import RequestColumns, SimResult
 from penstock.sim.routed import RoutedRuns, routed, told_by
 from penstock.sim.service import SimulatedService
@@ -32,12 +34,15 @@ _SAID = 512
 @dataclass(frozen=True)
 class Replicas:
     """What is run: `service` so many times. `router`: of `route.ROUTERS`. `processes`: at most so many, if the router
-    looks at no loads."""
+    looks at no loads. `reschedule_s`: so often requests move from engine to engine (`route.rescheduling`), whose
+    blocks then lie in a folder that all have, at `rates`; 0: none does."""
 
     service: SimulatedService
     num_replicas: int
     router: str = "round-robin"
     processes: int = 1
+    reschedule_s: float = 0.0
+    rates: DiskRates = DiskRates()
 
     def run(
         self, workload: Workload, *, truncate: bool = False, progress: Callable[[Progress], None] | None = None
@@ -51,7 +56,9 @@ class Replicas:
         began = MonotonicClock()
         began_s = began.now()
         router = ROUTERS.get(self.router)()
-        if router.reads_loads:
+        if self.reschedule_s and self.service.config.cache.kv_offload == "none":
+            raise ConfigError("reschedule: keys and values go by a store; give kv_offload, too", field="kv_offload")
+        if router.reads_loads or self.reschedule_s:
             results = self._together(router, workload, truncate, progress)
         else:
             results = self._apart(router, workload, truncate, progress)
@@ -62,29 +69,36 @@ class Replicas:
     ) -> list[SimResult]:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
         told = told_by(self.service, router)
-        runs = [self._open(workload, truncate, told) for _ in range(self.num_replicas)]
+        folder = SimFolder(self.rates) if self.reschedule_s else None
+        runs = [self._open(workload, truncate, told, folder) for _ in range(self.num_replicas)]
         group = RoutedRuns(router, runs, follows=told is not None)
+        ticks = Ticks(runs, self.reschedule_s)
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.listening())
             began_s, clock = MonotonicClock().now(), MonotonicClock()
             for number, request in enumerate(workload):
+                ticks.until(request.arrival_s)
                 for run in runs:
                     run.advance(request.arrival_s)
                 group.offer(request)
                 if progress is not None and number % _SAID == 0:
                     done = sum(run.done for run in runs)
                     progress(Progress(number + 1, done, 0, request.arrival_s, clock.now() - began_s))
+            ticks.until(None)
             for run in runs:
                 run.advance(None)
         return [run.result() for run in runs]
 
-    def _open(self, workload: Workload, truncate: bool, told: EventSettings | None = None) -> WorkloadRun:
+    def _open(
+        self, workload: Workload, truncate: bool, told: EventSettings | None = None, folder: SimFolder | None = None
+    ) -> WorkloadRun:
         clock = VirtualClock()
         limits = self.service.limits(truncate=truncate)
-        return WorkloadRun(
-            self.service.core(clock, events=told), clock, workload, limits, self.service.label, False, False, None
-        )
+        core = self.service.core(clock, folder, events=told)
+        run = WorkloadRun(core, clock, workload, limits, self.service.label, False, False, None)
+        run.moves = folder is not None
+        return run
 
     def _apart(
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,13 @@ class RequestColumns:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    def without(self, rows: Collection[int]) -> RequestColumns:
+        """All but these."""
+        if not rows:
+            return self
+        kept = np.setdiff1d(np.arange(len(self)), np.array(sorted(rows), np.int64))
+        return RequestColumns(**{f.name: getattr(self, f.name)[kept] for f in fields(self)})
 
 
 @dataclass(frozen=True)

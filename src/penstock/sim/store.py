@@ -59,6 +59,10 @@ class SimStore:
         self._seen = set(there)
         return [StoreNews(found=found, gone=gone, evicts=evicts)] if found or gone or evicts is not None else []
 
+    def look_soon(self) -> None:
+        """Whoever comes next comes from another engine, which has just written its blocks."""
+        self._next_s = float("-inf")
+
     def close(self) -> None:
         """The engine ends: others may make room."""
         if self.folder.evictor is self:

@@ -66,8 +66,9 @@ class StepTap(Recorder):
         if self._hash is not None:
             self._hash.update(digest(output))
         if self._new:
-            for request_id in self._new:  # their sequences exist by now
-                self._owner[self._core.groups[request_id].live[0].seq_id] = request_id
+            for request_id in self._new:  # their sequences exist by now, unless they have been taken out
+                if (group := self._core.groups.get(request_id)) is not None:
+                    self._owner[group.live[0].seq_id] = request_id
             self._new.clear()
         now_s = self._core.clock.now()
         for added in output.added:

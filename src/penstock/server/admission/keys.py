@@ -34,7 +34,10 @@ ADMIN_PATHS = (
     "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/pause", "/resume", "/is_paused",
     "/get_weight_version",
 )  # fmt: skip
-ADMIN_BELOW = ("/admin/", "/v1/fine_tuning/", "/internal/replicas")
+ADMIN_BELOW = (
+    "/admin/", "/v1/fine_tuning/", "/internal/replicas", "/internal/roles", "/internal/migrate",
+    "/internal/microserving/",
+)  # fmt: skip
 """How other paths for the admin key begin."""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""

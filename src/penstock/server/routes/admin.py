@@ -39,7 +39,10 @@ def for_admin(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         tenant: Tenant = request.scope["state"]["tenant"]
         if not tenant.admin:
             raise WireError(403, "this needs the admin key", code="permission_denied")
-        return Response(msgspec.json.encode(await handler(request, server)), media_type="application/json")
+        found = await handler(request, server)
+        if isinstance(found, Response):
+            return found
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     return checked
 
