@@ -145,3 +145,16 @@ def test_without_an_admin_key_there_is_nothing_and_without_a_server_a_sentence()
         assert httpx.get(live.url + "/internal/replicas").status_code == 404
         done = penstock("cluster", "status", live.url)
         assert "start it with --admin-api-key" in done.stderr
+
+
+def test_H04_another_key_may_not_and_an_engine_within_the_server_is_restarted_too() -> None:
+    user = {"Authorization": "Bearer sk-user"}
+    with LiveServer(serve_from_kwargs(**USUAL, api_key="sk-user", engine_in_process=True)) as live:
+        where = live.url + "/internal/replicas"
+        for method, path in (("GET", ""), ("POST", ""), ("POST", "/restart"), ("POST", "/0")):
+            answer = httpx.request(method, where + path, headers=user)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (403, "this needs the admin key")
+        answer = httpx.post(where + "/restart", headers=ADMIN, timeout=60)
+        assert answer.json()["done"], answer.text
+        body = {"prompt": "Once", "max_tokens": 4}
+        assert httpx.post(live.url + "/v1/completions", json=body, headers=user, timeout=60).status_code == 200

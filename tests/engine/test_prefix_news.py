@@ -90,7 +90,9 @@ async def test_I10_what_was_evicted_is_no_ground_to_go_there() -> None:
         await again.result()
         await engine.until(lambda: router.matched(1 - had, blocks) == len(blocks))
         assert not any(router._coming.values())
+        held = set(router._held[1 - had])
         third = engine.submit("third", begun + " And then", params(0))
+        assert held >= set(placing._of(third).blocks[: len(blocks) - 1]), "names chain from the beginning on"
         assert third.replica.number == 1 - had
         assert (await third.result()).num_cached_tokens >= 8 * (len(blocks) - 1)
         await group.close()
