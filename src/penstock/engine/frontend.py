@@ -32,13 +32,12 @@ from penstock.engine.convictions import Convictions
 from penstock.engine.handover import Handover
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import resumed
-from penstock.engine.replica import Placing, Replica, summed
+from penstock.engine.replica import Placing, Replica, RunsBeside, summed
 from penstock.engine.stream import Delta, Stream
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.sampling import SamplingParams
-    from penstock.engine.rescheduling import Rescheduling
     from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.engine")
@@ -98,7 +97,7 @@ class EngineClient:
         self.replicas = [Replica(self, n, one, self._processor) for n, one in enumerate((link, *further))]
         self._placing = placing
         self.handover = Handover(self, has_store=has_store)
-        self.rescheduling: Rescheduling | None = None
+        self.rescheduling: RunsBeside | None = None
         """Moves requests between engines by itself; None: only who asks does."""
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
@@ -277,7 +276,7 @@ class EngineClient:
             return
         self._placing.router.gone(lost.number)
         for stream in streams:
-            if (to := self._chosen(stream)) is None:
+            if (to := self.choose(stream)) is None:
                 return
             self.pass_on(stream, to)
 
@@ -310,10 +309,6 @@ class EngineClient:
 
     def choose(self, stream: Stream) -> Replica | None:
         """An engine that works, or will, for how far it has come: None if none does."""
-        return self._chosen(stream)
-
-    def _chosen(self, stream: Stream) -> Replica | None:
-        """An engine that works, or will: None if none does."""
         if self._placing is None:
             return self.replicas[0]
         for state in ("ready", "starting", "restarting", "asleep"):
@@ -385,7 +380,7 @@ class EngineClient:
         stream.session = session
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
-        replica = self._chosen(stream) if engine is None else self.replicas[engine]
+        replica = self.choose(stream) if engine is None else self.replicas[engine]
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":

@@ -38,7 +38,7 @@ _orders = itertools.count()
 
 class Moved(NamedTuple):
     """What became of a migration. `stages`: copies made while the request ran on. `num_tokens`: known of its text when
-    it was handed over; `num_copied`: of them those whose blocks the other engine had by then (of the longest sample)."""
+    it was handed over; `num_copied`: those of them whose blocks the other engine had then (of the longest sample)."""
 
     stages: int
     num_tokens: int
@@ -276,7 +276,9 @@ class Handover:
             return
 
     def _has(self, replica: Replica, stream: Stream) -> bool:
-        return stream.replica is replica and replica.state == "ready" and self._owner.find(stream.request_id) is not None
+        return (
+            stream.replica is replica and replica.state == "ready" and self._owner.find(stream.request_id) is not None
+        )
 
     async def flush(self, replica: Replica) -> None:
         """Returns when all that this engine had to write is in the store. Raises EngineGoneError."""
@@ -321,4 +323,3 @@ class Handover:
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-

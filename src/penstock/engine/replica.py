@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.core.replica_roles import MIXED
-from penstock.core.request import Control, Intake
+from penstock.core.request import Control, Intake, Request
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 
@@ -45,6 +45,14 @@ class Placing(Protocol):
     def progressed(self, request_ids: Sequence[str], replica: Replica) -> None: ...
 
     def ended(self, request_id: str, replica: Replica) -> None: ...
+
+
+class RunsBeside(Protocol):
+    """Goes on while engines live (`engine.rescheduling`)."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class Replica:

@@ -310,25 +310,23 @@ class WorkloadRun:
         request_id = str(row)
         reader = request.reader or Expected()
         self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader), urgent=request.priority < 0)
-        made = (
-            Request(
-                request_id=request_id,
-                # A simulated engine only measures and copies a prompt, so the compact array serves it.
-                prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
-                rules=_GREEDY,
-                max_tokens=request.num_output,
-                priority=request.priority,
-                arrival_s=self.start_s + request.arrival_s,
-                offline_s=request.offline_s,
-                tenant=request.tenant,
-                weight=request.weight,
-                slo_tpot_s=request.slo_tpot_s,
-                slo_ttft_s=request.slo_ttft_s,
-                expected_tokens=request.expected,
-                expected_ttft_s=reader.ttft_s,
-                expected_tds=reader.tds,
-                calls=list(request.calls),
-            )
+        made = Request(
+            request_id=request_id,
+            # A simulated engine only measures and copies a prompt, so the compact array serves it.
+            prompt_token_ids=ids.tolist() if self.lists else cast("list[int]", ids),
+            rules=_GREEDY,
+            max_tokens=request.num_output,
+            priority=request.priority,
+            arrival_s=self.start_s + request.arrival_s,
+            offline_s=request.offline_s,
+            tenant=request.tenant,
+            weight=request.weight,
+            slo_tpot_s=request.slo_tpot_s,
+            slo_ttft_s=request.slo_ttft_s,
+            expected_tokens=request.expected,
+            expected_ttft_s=reader.ttft_s,
+            expected_tds=reader.tds,
+            calls=list(request.calls),
         )
         if self.moves:
             self.live[request_id].request = made

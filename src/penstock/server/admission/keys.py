@@ -89,7 +89,9 @@ class Keys:
         is_open = path in OPEN_PATHS or path.startswith("/page/")
         if is_open and scope.get("method") in ("GET", "HEAD"):
             return ANYONE
-        if not (self.has_users or path.startswith(("/admin/", "/internal/", "/v1/fine_tuning/")) or path in ADMIN_PATHS):
+        if not (
+            self.has_users or path.startswith(("/admin/", "/internal/", "/v1/fine_tuning/")) or path in ADMIN_PATHS
+        ):
             return ANYONE
         if len(given) > 1:
             raise WireError(401, "Authorization and x-api-key show different keys; send one of them",
