@@ -37,7 +37,7 @@ class Beside(Running):
 
 @asynccontextmanager
 async def beside(size: int, policy: str = "round-robin", **settings: Any) -> AsyncIterator[Beside]:
-    config = nano(data_parallel_size=size, **settings)
+    config = nano(data_parallel_size=size, **({"ops": "auto"} | settings))
     cores: dict[int, EngineCore] = {}
     steps: list[Told] = []
 

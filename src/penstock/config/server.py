@@ -42,8 +42,8 @@ class ServerConfig(Section):
     )
     replica_roles: str | None = setting(
         None,
-        "What engines (data_parallel_size) are for: prefill=1,decode=3; those left over are mixed. Prompts are computed "
-        "by the first kind, tokens by the second, and keys and values go by kv_offload.",
+        "What engines (data_parallel_size) are for: prefill=1,decode=3; those left over are mixed. Prompts are "
+        "computed by the first kind, tokens by the second, and keys and values go by kv_offload.",
     )
     enable_migration: bool = setting(
         False,

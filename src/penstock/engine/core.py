@@ -53,8 +53,6 @@ class EngineCore:
         """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
         self.store_news: Callable[[float], list[StoreNews]] | None = None
         """What is new in the store of blocks, if it is time to look. None: there is no store, or a log says it."""
-        self.store_look: Callable[[Request], None] | None = None
-        """Looks for the blocks of one request, which others may just have written; beside the steps. None: nobody."""
         self.controller: Controller | None = None
         """Moves knobs of the scheduler as the load wants it. None: nobody does, or a log says how."""
         self.tell_events: Callable[[list[KVEvent]], bool] | None = None
@@ -112,7 +110,6 @@ class EngineCore:
             self._take_aborts()
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
-            self._entry.flushing.settle()
             self.scheduler.pauses.observe(output, result)
             self.stats.num_prefix_hit_tokens += sum(measure(output, result) for measure in self.kv.measures)
             if self.scheduler.drafts is not None:

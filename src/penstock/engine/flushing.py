@@ -14,31 +14,24 @@ if TYPE_CHECKING:
 class Flushing:
     """A part of `EngineCore`. An order waits for the blocks that are to be written when it comes, and for no others.
 
-    Mutates: `emitted`, and `kv.stored.awaited`, by which steps without rows are due while nothing else runs.
+    Mutates: `emitted`, and `kv.swaps.stores_awaited`, by which steps without rows are due while nothing else runs.
     """
 
     def __init__(self, kv: KVManager, emitted: list[EngineOutput]) -> None:
         self._kv, self._emitted = kv, emitted
         self._orders: dict[str, set[int]] = {}
-
-    @property
-    def waits(self) -> bool:
-        """Whether an order has not been answered."""
-        return bool(self._orders)
+        if kv.stored is not None:
+            kv.stored.reported = self._reported
 
     def ask(self, name: str) -> None:
         self._orders[name] = set() if self._kv.stored is None else set(self._kv.stored.writing)
-        self.settle()
+        self._reported(-1)
 
-    def settle(self) -> None:
-        """A step has reported what it did: orders that nothing is left of are answered."""
-        if not self._orders:
-            return
-        left = set() if self._kv.stored is None else set(self._kv.stored.writing)
+    def _reported(self, move: int) -> None:
+        """A step has said what became of it: orders that nothing is left of are answered."""
         for name, moves in list(self._orders.items()):
-            moves &= left
+            moves.discard(move)
             if not moves:
                 del self._orders[name]
                 self._emitted.append(EngineOutput(request_id=name, index=0, finish_reason=FLUSHED))
-        if self._kv.stored is not None:
-            self._kv.stored.awaited = self.waits
+        self._kv.swaps.stores_awaited = bool(self._orders)

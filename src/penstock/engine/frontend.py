@@ -32,13 +32,12 @@ from penstock.engine.convictions import Convictions
 from penstock.engine.handover import Handover
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import resumed
-from penstock.engine.replica import Placing, Replica, summed
+from penstock.engine.replica import Placing, Replica, RunsBeside, summed
 from penstock.engine.stream import Delta, Stream
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.sampling import SamplingParams
-    from penstock.engine.rescheduling import Rescheduling
     from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.engine")
@@ -101,7 +100,7 @@ class EngineClient:
         """Counters of engines that were removed; `_departed_restarts` likewise."""
         self._departed_restarts = 0
         self.handover = Handover(self, has_store=has_store)
-        self.rescheduling: Rescheduling | None = None
+        self.rescheduling: RunsBeside | None = None
         """Moves requests between engines by itself; None: only who asks does."""
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
@@ -313,7 +312,7 @@ class EngineClient:
         if lost.state != "ready":
             self._placing.router.gone(lost.number)
         for stream in streams:
-            if (to := self._chosen(stream)) is None or to is lost:
+            if (to := self.choose(stream)) is None or to is lost:
                 return
             self.pass_on(stream, to, leaves=True)
 
@@ -350,10 +349,6 @@ class EngineClient:
 
     def choose(self, stream: Stream) -> Replica | None:
         """An engine that works, or will, for how far it has come: None if none does."""
-        return self._chosen(stream)
-
-    def _chosen(self, stream: Stream) -> Replica | None:
-        """An engine that works, or will: None if none does."""
         if self._placing is None:
             return self.replicas[0]
         for wanted in (self.replicas_open, self.replicas):
@@ -432,7 +427,7 @@ class EngineClient:
         self._processor.add(request, params, text)
         stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
         named = (replica for replica in self.replicas if replica.number == engine)
-        replica = self._chosen(stream) if engine is None else next(named)
+        replica = self.choose(stream) if engine is None else next(named)
         assert replica is not None, "`check` refuses where all have failed"
         self._place(stream, replica)
         if replica.state == "ready":

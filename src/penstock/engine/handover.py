@@ -38,7 +38,7 @@ _orders = itertools.count()
 
 class Moved(NamedTuple):
     """What became of a migration. `stages`: copies made while the request ran on. `num_tokens`: known of its text when
-    it was handed over; `num_copied`: of them those whose blocks the other engine had by then (of the longest sample)."""
+    it was handed over; `num_copied`: those of them whose blocks the other engine had then (of the longest sample)."""
 
     stages: int
     num_tokens: int

@@ -56,17 +56,17 @@ class Preparation:
 
         `watch` is told in a thread of this what that thread, by number, begins to work on, and with None that it has.
         """
-        executor = core.executor
+        executor, stored = core.executor, core.kv.stored
 
         def compiles(request: Request) -> bool:
             return request.rules.grammar is not None and not executor.holds(request.rules.grammar)
 
         def needed(request: Request) -> bool:
-            return core.store_look is not None or compiles(request)
+            return (stored is not None and stored.look is not None) or compiles(request)
 
         def work(request: Request) -> None:
-            if core.store_look is not None:
-                core.store_look(request)
+            if stored is not None and stored.look is not None:
+                stored.look(request)
             if compiles(request):
                 assert request.rules.grammar is not None, "it has one"
                 executor.prepare(request.rules.grammar)

@@ -62,6 +62,14 @@ class Placing(Protocol):
     def left(self, replica: Replica) -> None: ...
 
 
+class RunsBeside(Protocol):
+    """Goes on while engines live (`engine.rescheduling`)."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class Replica:
     """A `link.Listener`. `streams`: everything that lives and is its."""
 

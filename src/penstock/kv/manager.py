@@ -498,11 +498,6 @@ class KVManager:
         """Blocks are to be written: a step without rows is due if there is no other, for then nobody else is slowed."""
         return self.stored is not None and self.stored.waits
 
-    @property
-    def flush_waits(self) -> bool:
-        """Somebody waits to hear that blocks are in the store: the same, whoever else there is that cannot run."""
-        return self.stored is not None and self.stored.awaited
-
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""
         self._leaving.submitted = step

@@ -101,8 +101,10 @@ class StoredBlocks:
         self.choices = dict.fromkeys(("none", "wait", "split", "cake", "share"), 0)
         self._declined, self._met = False, 0
         self.ahead = BlocksAhead(settings.ahead_bytes, outbox, swaps.next_move)
-        self.awaited = False
-        """Somebody waits to hear that what is to be written is there: steps without rows are due."""
+        self.look: Callable[[Request], None] | None = None
+        """Looks for blocks of a request that others may just have written, beside the steps. None: nobody does."""
+        self.reported: Callable[[int], None] = lambda move: None
+        """Called with each move that a step has reported."""
         self._told_kept: list[tuple[StoreIndex, str, float]] = []
         self._outbox = outbox
         self._settings = settings
@@ -432,6 +434,7 @@ class StoredBlocks:
         for tier in self.tiers:
             tier.ended(move, good=good)
         self.ahead.ended(move, good=good)
+        self.reported(move)
         front, n = self._fronts.pop(move, (None, 0))
         if front is not None and good:
             front.came(n)
@@ -494,7 +497,7 @@ class StoredBlocks:
     @property
     def waits(self) -> bool:
         """Whether blocks are to be written, and no step has carried the order yet; or somebody waits for that."""
-        return self.awaited or any(tier.waiting for tier in self.tiers)
+        return self._swaps.stores_awaited or any(tier.waiting for tier in self.tiers)
 
     @property
     def writing(self) -> list[int]:

@@ -55,6 +55,7 @@ class Swaps:
     homes: blocks there of sequences that run while layers of them are away, by sequence (`kv.layerkv`).
     loads: late loads that no step has reported yet, by number. Each has a reference on the slabs that it writes, so
         that nobody gets them if the sequence that waits for it goes.
+    stores_awaited: somebody waits to hear that what is to be written is in the store: steps without rows are due.
     """
 
     def __init__(self, tier: IdTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int) -> None:
@@ -62,6 +63,7 @@ class Swaps:
         self.homes: dict[int, list[int]] = {}
         self.kept = KeptCopies(tier, groups, block_size)
         self.loads: dict[int, SwapIn] = {}
+        self.stores_awaited = False
         self._tree: PrefixTree | None = None
         self._offload: PrefixOffload | None = None
         self._next_move = 0

@@ -261,10 +261,9 @@ class FolderLook:
         """These alone, at once. What has gone is known by the next look. If a request `comes` from another engine, what
         was seen before, too: this engine may have removed it meanwhile, and the other one have written it anew."""
         with self._looking:
-            found = []
-            for path in dict.fromkeys(paths):
-                if (comes or path not in self._seen) and (info := _info(self.folder / path)) is not None:
-                    found.append((path, info.st_size, int(info.st_mtime) // 60))
+            asked = [path for path in dict.fromkeys(paths) if comes or path not in self._seen]
+            there = [(path, info) for path in asked if (info := _info(self.folder / path)) is not None]
+            found = [(path, info.st_size, int(info.st_mtime) // 60) for path, info in there]
             self._seen.update(path for path, *_ in found)
             if found:
                 self._news.append(StoreNews(found=found))

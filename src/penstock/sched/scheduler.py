@@ -297,7 +297,7 @@ class Scheduler:
         if not rows:
             if self.kv.swaps.loads and (alone or added):  # they wait for blocks
                 return self._emit(step, rows, added, 0)
-            if self.kv.orders_wait and alone and (not self.has_work or self.kv.flush_waits):
+            if self.kv.orders_wait and alone and (not self.has_work or self.kv.swaps.stores_awaited):
                 return self._emit(step, rows, added, 0)
             if not idle:
                 return None

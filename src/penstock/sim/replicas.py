@@ -35,14 +35,14 @@ _SAID = 512
 class Replicas:
     """What is run: `service` so many times. `router`: of `route.ROUTERS`. `processes`: at most so many, if the router
     looks at no loads. `reschedule_s`: so often requests move from engine to engine (`route.rescheduling`), whose
-    blocks then lie in a folder that all have, at `rates`; 0: none does."""
+    blocks then lie in a folder that all have, at `rates` (or usual ones); 0: none does."""
 
     service: SimulatedService
     num_replicas: int
     router: str = "round-robin"
     processes: int = 1
     reschedule_s: float = 0.0
-    rates: DiskRates = DiskRates()
+    rates: DiskRates | None = None
 
     def run(
         self, workload: Workload, *, truncate: bool = False, progress: Callable[[Progress], None] | None = None
