@@ -42,6 +42,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     packed_file: str = ""
     """See `Executor.packed_file`."""
     load_s: float = 0.0
+    start_parts: list[tuple[str, float]] = []
+    """(what, seconds) of its start, one after the other, from the process's beginning to ready; empty in a thread."""
     alone_s: list[tuple[int, float]] = []
     """(tokens, seconds) of prompts that are computed alone, as the cost model has it: before anything is measured."""
     drafts: bool = False

@@ -14,6 +14,7 @@ import msgspec
 from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import ConfigError
+from penstock.base.spans import Spans
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -85,17 +86,19 @@ def start(
     progress: Progress | None = None,
     serving: bool = False,
     box: BlackBox | None = None,
+    spans: Spans | None = None,
 ) -> Engine:
     """Open the model, plan, load the weights and assemble the engine.
 
     `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`); a front end has the tokenizer,
     and the engine reads one only if a part of it does (a drafter, a selector, the first grammar). `box`: where the
-    model counts its operations.
+    model counts its operations. `spans`: is told what the time goes to.
 
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
     """
     check_names(config)
+    spans = spans or Spans()
     if config.execution.data_parallel_size > 1 and not serving:
         raise ConfigError(
             "data_parallel_size: a program has one engine of its own; penstock serve has several",
@@ -130,6 +133,7 @@ def start(
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
     )  # fmt: skip
+    spans.end("model's files opened, planned")
     # A server's front reads text itself: its engine reads a tokenizer only if a part of it needs one. A large
     # vocabulary is 40 MB and half a second.
     needed = not serving or config.speculation is not None or config.selection is not None
@@ -154,7 +158,7 @@ def start(
         config,
         plan,
         rank,
-        partial(build_rank, files=replace(files, draft_models=draft_models), clock=clock),
+        partial(build_rank, files=replace(files, draft_models=draft_models), clock=clock, spans=spans),
         clock,
         loading=progress,
         box=box,
@@ -163,6 +167,7 @@ def start(
         store=store,
         events=events,
     )
+    spans.end("KV memory, scheduler")
     limits = _limits(config, checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:

@@ -553,6 +553,11 @@ class Metrics(Collector):
             yield family
         yield from self._labelled(GaugeMetricFamily, "build_info", "Which Penstock.", ("version",), {__version__: 1.0})
         yield from self._gauge("startup_seconds", "From the engine's start to ready.", info.load_s)
+        parts: dict[str, float] = {}
+        for name, took_s in info.start_parts:
+            parts[name] = parts.get(name, 0.0) + took_s
+        text = "What the start of the engine's process went to."
+        yield from self._labelled(GaugeMetricFamily, "startup_part_seconds", text, ("part",), parts, OURS)
         yield from self._gauge("start_time_seconds", "When the server was ready, in Unix time.", self._began)
         yield from self._gauge("max_num_seqs", "Sequences at once.", info.max_num_seqs)
         yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)

@@ -138,6 +138,7 @@ async def state(request: Request) -> Response:
         "engine": {} if info is None else {
             "max_model_len": info.max_model_len, "block_size": info.block_size, "max_num_seqs": info.max_num_seqs,
             "dtype": info.dtype, "kv_dtype": info.kv_dtype, "num_params": info.num_params,
+            "start": [{"part": name, "seconds": took_s} for name, took_s in info.start_parts],
         },
         "kv": {
             "adapters": int(snapshot.counters.get("num_adapter_blocks", 0)),
