@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.native.backend import NOT_BUILT
+from penstock.ops.native import packed_file
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.direct_file import PAGE, U8, DirectFile, UnsoundError, cached_pages
 from penstock.ops.native.library import best_library
@@ -81,10 +82,12 @@ def matrices() -> dict[str, Packed]:
     return found
 
 
+@pytest.mark.parametrize("slow", [True, False])
 def test_I03_packed_weights_are_the_same_cold_half_cold_warm_and_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """A start from a cold disk reads past the cache and leaves the file there for the next."""
+    """A start from a cold disk reads past the cache; a slow one's file is left there for the next."""
+    monkeypatch.setattr(packed_file, "SLOW_BYTES_PER_S", 1e15 if slow else 1.0)
     store, wanted, past = PackedStore(tmp_path), matrices(), list[int]()
     assert store.save(KEY, wanted)
     path = store.path(KEY)
@@ -108,6 +111,9 @@ def test_I03_packed_weights_are_the_same_cold_half_cold_warm_and_mapped(
         for name, matrix in wanted.items():
             assert np.array_equal(np.ravel(found[name].data).view(np.uint8), np.ravel(matrix.data).view(np.uint8))
         assert least <= sum(past) <= most, before
+        if not slow:
+            assert kept(path) == (before == ""), before
+            path.read_bytes()
         until_s = time.monotonic() + 5
         while not kept(path) and time.monotonic() < until_s:
             time.sleep(0.01)

@@ -55,6 +55,9 @@ _SPARE_BYTES = 256 << 20  # a disk is never filled to the last
 _PART_BYTES = 8 << 20  # read, then summed while it is still in the cache
 _READ_BYTES, _READERS = 4 << 20, 4
 _WARM_PAUSE_S = 0.01
+SLOW_BYTES_PER_S = 1e9
+"""A drive that is slower is read into the system's cache as well, for the next start. One that is quicker is as good as
+the cache, which costs memory that virtual machines get slowly."""
 _HUGE = 2 << 20
 _log = logging.getLogger(__name__)
 
@@ -293,6 +296,7 @@ def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
         (file.read_kept if is_kept(at) else file.read)(start + at, part)
         return page_sums(part)
 
+    began_s = time.monotonic()
     # Several at a time: a drive is quicker so, and fresh memory is slow to get on some hosts.
     places = range(0, num_bytes, _READ_BYTES)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -303,7 +307,8 @@ def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
-    if not all(map(is_kept, places)):
+    slow = time.monotonic() - began_s > num_bytes / SLOW_BYTES_PER_S
+    if slow and not all(map(is_kept, places)):
         _warm(fd, start, num_bytes)
     return out
 
