@@ -87,10 +87,10 @@ def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]],
 
 @asynccontextmanager
 async def replicated(
-    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000
+    size: int, policy: str = "prefix", max_restarts_per_minute: int = 10_000, **settings: Any
 ) -> AsyncIterator[Running]:
     """Several engines of one model behind one client."""
-    config = nano(data_parallel_size=size)
+    config = nano(data_parallel_size=size, **settings)
     links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute) for _ in range(size)]
     front = open_front(config)
     placing = EnginePlacement(ROUTERS.get(policy)())

@@ -383,6 +383,13 @@ class ExecutionConfig(Section):
         minimum=1,
         maximum=64,
     )
+    max_replicas: int | None = setting(
+        None,
+        "Engines of the model that the server may have at most, where they are added and removed while it runs. Memory "
+        "and cores are shared out among so many. By default data_parallel_size.",
+        minimum=1,
+        maximum=64,
+    )
     tensor_parallel_sums: bool = setting(
         False,
         "With several ranks: split every second product by inputs and add the ranks' sums up, as Megatron-LM does. Two "
@@ -532,6 +539,16 @@ class ExecutionConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def most_replicas(self) -> int:
+        """Engines of the model that the machine is shared out among."""
+        return max(self.data_parallel_size, self.max_replicas or 1)
+
+    @property
+    def replicas_field(self) -> str:
+        """The setting that makes several of them."""
+        return "data_parallel_size" if self.data_parallel_size > 1 else "max_replicas"
+
+    @property
     def ranks_field(self) -> str:
         """The setting that makes several of them."""
         return "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
@@ -578,7 +595,7 @@ class EngineConfig:
             )
         if self.execution.num_ranks > 1:
             check_ranks(self)
-        if self.execution.data_parallel_size > 1:
+        if self.execution.most_replicas > 1:
             check_replicas(self)
         if self.execution.memory_bytes is not None:
             self._check_one_budget()

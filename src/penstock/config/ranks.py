@@ -86,11 +86,19 @@ def _check_tokens(config: Any) -> None:
 
 def check_replicas(config: Any) -> None:
     """`config`: an EngineConfig of several engines of one server. Raises: ConfigError."""
+    size, most = config.execution.data_parallel_size, config.execution.max_replicas
+    if most is not None and most < size:
+        raise ConfigError(
+            f"max_replicas: {most} are fewer than the {size} engines of data_parallel_size that the server begins "
+            f"with; give {size} or more",
+            field="max_replicas",
+        )
     given = {
         "kv_offload": offload_of(config.cache.kv_offload) is not None,
         "finetune_root": config.lora.finetune_root is not None, "nnodes": config.execution.nnodes > 1,
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(
-            f"{name}: engines of one server do not share it yet; leave it away, or data_parallel_size", field=name
+            f"{name}: engines of one server do not share it yet; leave it away, or "
+            f"{config.execution.replicas_field}", field=name
         )

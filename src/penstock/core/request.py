@@ -192,6 +192,10 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     reason: str = "abort"
 
 
+FENCED = "fenced"
+"""Finish reason of the answer to a fence. It never reaches a client."""
+
+
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
@@ -202,7 +206,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s` seconds: `sched.pauses` decides
     what becomes of its blocks), `weights` (swap them; `request_id` is how its news is called), `hold` (nobody runs
     until `go_on`; with `label` "retract" the running give up their memory, with "abort" all are aborted, with "wait"
-    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two).
+    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two), `fence` (an output
+    of this `request_id` and the reason FENCED says that all before it has taken effect).
     """
 
     kind: str

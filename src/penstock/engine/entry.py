@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import InputError
 from penstock.core.events import MachineNews, Move, PoolGrowth, StoreNews
-from penstock.core.request import Abort, Control, Intake, Request, Resume
+from penstock.core.output import EngineOutput
+from penstock.core.request import FENCED, Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.group import SequenceGroup
 from penstock.engine.swapping import Swapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 CONTROL_KINDS = (
     "preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume", "pause", "sleep", "weights",
-    "hold", "go_on", "freeze", "thaw",
+    "hold", "go_on", "freeze", "thaw", "fence",
 )  # fmt: skip
 MOVES_KEPT = 64
 _LOG = logging.getLogger("penstock")
@@ -172,6 +173,10 @@ class Entry:
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":
             self._kv.reset_prefix_cache()
+            return
+        if control.kind == "fence":  # what was told before it has taken effect, and whoever asked may know
+            fence = EngineOutput(request_id=control.request_id, index=0, finish_reason=FENCED)
+            self._commit.emitted.append(fence)
             return
         if control.kind == "sleep":
             self._kv.reset_prefix_cache()

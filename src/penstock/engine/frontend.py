@@ -91,8 +91,11 @@ class EngineClient:
         self.last_outputs_s = 0.0
         self._processor = OutputProcessor(tokenizer, clock)
         self._streams: dict[str, Stream] = {}
-        self.replicas = [Replica(self, n, one, self._processor) for n, one in enumerate((link, *further))]
+        self.replicas = [self.replica_of(n, one) for n, one in enumerate((link, *further))]
         self._placing = placing
+        self._departed = EngineSnapshot()
+        """Counters of engines that were removed; `_departed_restarts` likewise."""
+        self._departed_restarts = 0
         assert placing is not None or not further, "somebody has to choose between engines"
         self.convictions = Convictions(clock)
         self.weights: WeightsOrder | None = None
@@ -129,9 +132,9 @@ class EngineClient:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        if len(self.replicas) == 1:
+        if self._placing is None:
             return self.replicas[0].snapshot
-        return summed([replica.counted for replica in self.replicas])
+        return summed([*(replica.counted for replica in self.replicas), self._departed])
 
     @snapshot.setter
     def snapshot(self, snapshot: EngineSnapshot) -> None:
@@ -145,7 +148,34 @@ class EngineClient:
 
     @property
     def num_restarts(self) -> int:
-        return sum(replica.num_restarts for replica in self.replicas)
+        return sum((replica.num_restarts for replica in self.replicas), self._departed_restarts)
+
+    # -- replicas come and go (`engine.membership` decides when) ---------------------------------------------------
+
+    def replica_of(self, number: int, link: Link) -> Replica:
+        """One that is not among the replicas yet."""
+        return Replica(self, number, link, self._processor)
+
+    def leaves(self, replica: Replica) -> None:
+        """It is given nothing any more and its engine has ended; what had it has been moved."""
+        self.replicas.remove(replica)
+        self._departed = summed([EngineSnapshot(counters=replica.counted.counters), self._departed])
+        self._departed_restarts += replica.num_restarts
+        if self._placing is not None:
+            self._placing.left(replica)
+
+    def unfinished(self, replica: Replica) -> list[Stream]:
+        """Of what it has, what it still has to work on."""
+        return [s for s in replica.streams.values() if not self._processor.is_finished(s.request_id)]
+
+    def move_all(self, replica: Replica) -> None:
+        """Others go on with all that it has, if there are any: with the same tokens."""
+        self._move(replica, list(replica.streams.values()))
+
+    def lost_cache(self, replica: Replica) -> None:
+        """Its engine has been ended: nothing that was cached there is."""
+        if self._placing is not None:
+            self._placing.router.gone(replica.number)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -262,14 +292,15 @@ class EngineClient:
         """Others go on with what `lost` had; without any, it waits for it."""
         if self._placing is None:
             return
-        self._placing.router.gone(lost.number)
+        if lost.state != "ready":
+            self._placing.router.gone(lost.number)
         for stream in streams:
-            if (to := self._chosen(stream)) is None:
+            if (to := self._chosen(stream)) is None or to is lost:
                 return
             again = resumed(stream.request, self._processor.live(stream.request_id))
             if again is None:
                 continue  # it has ended, and nobody has looked yet
-            del lost.streams[stream.request_id]
+            lost.let_go(stream)
             self._placing.ended(stream.request_id, lost)
             lost.replay.ended(stream.request_id)
             self._place(stream, to)
@@ -280,11 +311,17 @@ class EngineClient:
         """An engine that works, or will: None if none does."""
         if self._placing is None:
             return self.replicas[0]
-        for state in ("ready", "starting", "restarting", "asleep"):
-            found = [replica for replica in self.replicas if replica.state == state]
-            if found:
-                return self._placing.choose(stream, found)
+        for wanted in (self.replicas_open, self.replicas):
+            for state in ("ready", "starting", "restarting", "asleep"):
+                found = [replica for replica in wanted if replica.state == state]
+                if found:
+                    return self._placing.choose(stream, found)
         return None
+
+    @property
+    def replicas_open(self) -> list[Replica]:
+        """Those that may be given something new, if they work."""
+        return [replica for replica in self.replicas if not replica.draining]
 
     def _place(self, stream: Stream, replica: Replica) -> None:
         replica.streams[stream.request_id] = stream
@@ -443,9 +480,7 @@ class EngineClient:
         tally = self._processor.tally = Tally() if self.on_message else None
         outputs = replica.replay.sift(message.outputs)
         if self._placing is not None:  # who was moved is another's
-            outputs = [
-                out for out in outputs if out.request_id in replica.streams or out.request_id not in self._streams
-            ]
+            outputs = replica.without_left(outputs, self._streams)
         touched = self._processor.process(outputs)
         for request_id in touched:
             stream = self._streams.get(request_id)
@@ -454,7 +489,7 @@ class EngineClient:
         if self._placing is not None:
             self._placing.progressed(touched, replica)
         if tally is not None:
-            if len(self.replicas) > 1:  # whoever counts sees one engine that never ends
+            if self._placing is not None:  # whoever counts sees one engine that never ends
                 whole = None if message.snapshot is None else self.snapshot
                 message = msgspec.structs.replace(message, epoch=0, snapshot=whole)
             for listener in self.on_message:

@@ -56,11 +56,19 @@ class EnginePlacement:
         asked = self._given.pop(request_id, None)
         if asked is None:
             return
-        load = self._load(replica)
+        load = self._loads.get(replica.number)
+        if load is None:  # it has been removed meanwhile
+            self._waiting.pop(request_id, None)
+            return
         load.requests -= 1
         load.urgent -= asked.priority < 0
         load.tokens -= asked.num_tokens
         load.waiting_tokens -= self._waiting.pop(request_id, 0)
+
+    def left(self, replica: Replica) -> None:
+        """The engine has been removed."""
+        self._loads.pop(replica.number, None)
+        self.router.gone(replica.number)
 
     def _load(self, replica: Replica) -> EngineLoad:
         load = self._loads.get(replica.number)

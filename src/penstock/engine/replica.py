@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
-from penstock.core.request import Control, Intake
+from penstock.core.request import FENCED, Abort, Control, Intake
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 
 if TYPE_CHECKING:
+    from penstock.base.clock import Clock
+    from penstock.core.output import EngineOutput
     from penstock.engine.client import OutputProcessor
     from penstock.engine.stream import Stream
     from penstock.route.router import RoutePolicy
+
+
+_fences = itertools.count()
+MOVED = "moved"
+"""Finish reason of a request that another engine goes on with. It never reaches a client."""
 
 
 class ReplicaOwner(Protocol):
@@ -23,6 +31,7 @@ class ReplicaOwner(Protocol):
 
     info: EngineInfo | None
     paused: bool
+    clock: Clock
 
     def went_down(self, replica: Replica, down: Down) -> Collection[int]: ...
 
@@ -43,6 +52,8 @@ class Placing(Protocol):
 
     def ended(self, request_id: str, replica: Replica) -> None: ...
 
+    def left(self, replica: Replica) -> None: ...
+
 
 class Replica:
     """A `link.Listener`. `streams`: everything that lives and is its."""
@@ -56,12 +67,21 @@ class Replica:
         self.loading = (0, 0)
         self.num_restarts = 0
         self.epoch = 0
+        self.draining = False
+        """It is given nothing new."""
+        self.leaving: dict[str, str] = {}
+        """Requests that were moved away while the engine lives; what it says of them before this fence is nobody's."""
+        self.info: EngineInfo | None = None
+        self.since_s = 0.0
+        """When its engine was ready, on the client's clock."""
         self._before: dict[str, float] = {}
         """Counters of its engines that have ended."""
         self.replay = Replay(processor, link.send, self.all_clear)
 
     def on_up(self, info: EngineInfo, epoch: int) -> None:
-        self._owner.info, self.epoch = info, epoch
+        self._owner.info, self.info, self.epoch = info, info, epoch
+        self.since_s = self._owner.clock.now()
+        self.leaving.clear()
         self._before = _added([self._before, self.snapshot.counters])
         self.snapshot = EngineSnapshot()
         self.num_restarts += self.state == "restarting"
@@ -79,6 +99,26 @@ class Replica:
         items: list[Intake] = [request for request in again if request is not None]
         if items:
             self.link.send(items)
+
+    def let_go(self, stream: Stream) -> None:
+        """Another goes on with `stream`. What this engine still says of it is nobody's."""
+        del self.streams[stream.request_id]
+        if self.state != "ready":
+            return
+        fence = self.leaving[stream.request_id] = f"fence-{next(_fences)}"
+        self.link.send([Abort(request_id=stream.request_id, reason=MOVED), Control(kind="fence", request_id=fence)])
+
+    def without_left(self, outputs: list[EngineOutput], living: Mapping[str, Stream]) -> list[EngineOutput]:
+        """What is news of its own requests, and of such as nobody has any more."""
+        found = []
+        for out in outputs:
+            if out.finish_reason == FENCED:
+                self.leaving = {name: fence for name, fence in self.leaving.items() if fence != out.request_id}
+            elif out.request_id in self.leaving:
+                continue
+            elif out.request_id in self.streams or out.request_id not in living:
+                found.append(out)
+        return found
 
     @property
     def counted(self) -> EngineSnapshot:

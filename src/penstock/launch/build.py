@@ -99,11 +99,9 @@ def start(
     """
     check_names(config)
     spans = spans or Spans()
-    if config.execution.data_parallel_size > 1 and not serving:
-        raise ConfigError(
-            "data_parallel_size: a program has one engine of its own; penstock serve has several",
-            field="data_parallel_size",
-        )
+    if config.execution.most_replicas > 1 and not serving:
+        field = config.execution.replicas_field
+        raise ConfigError(f"{field}: a program has one engine of its own; penstock serve has several", field=field)
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)

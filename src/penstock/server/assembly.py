@@ -141,9 +141,10 @@ def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
 
 
 def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spawned | None) -> EngineClient:
-    """Of one engine, or of `data_parallel_size` of them. Raises ConfigError for a policy that does not exist."""
+    """Of one engine, or of `data_parallel_size` of them, or of up to `max_replicas`. Raises ConfigError for a policy
+    that does not exist."""
     size = config.engine.execution.data_parallel_size
-    if size == 1 or link is not None:
+    if config.engine.execution.most_replicas == 1 or link is not None:
         return EngineClient(link or make_link(config, spare), None, clock)
     server = config.server
     given = {
@@ -153,7 +154,7 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(
             f"{name}: it does not go together with several engines of one model yet; leave it away, or "
-            "data_parallel_size",
+            f"{config.engine.execution.replicas_field}",
             field=name,
         )
     # Who serves one engine has no use for routers.

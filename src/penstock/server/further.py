@@ -49,12 +49,13 @@ class Further:
             names += [further.name, *further.config.server.names("served_model_name")]
             configs[further.name] = fair_share(with_adapters(further.config))
         _distinct(names)
-        if any(one.engine.execution.data_parallel_size > 1 for one in (config, *configs.values())):
-            raise ConfigError(
-                "data_parallel_size: a server of several models has one engine of each; leave it away, or the further "
-                "models",
-                field="data_parallel_size",
-            )
+        for one in (config, *configs.values()):
+            if one.engine.execution.most_replicas > 1:
+                field = one.engine.execution.replicas_field
+                raise ConfigError(
+                    f"{field}: a server of several models has one engine of each; leave it away, or the further models",
+                    field=field,
+                )
         machine, given_gib = probe(), config.server.models_memory
         limit = None if given_gib is None else int(given_gib * 2**30)
         planned = {

@@ -62,7 +62,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
-        "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1,
+        "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1, "max_replicas": None,
         "tensor_parallel_sums": False,
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
