@@ -59,7 +59,7 @@ class Replicas:
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
-        runs = [self._open(workload, truncate) for _ in range(self.num_replicas)]
+        runs = [open_run(self.service, workload, truncate) for _ in range(self.num_replicas)]
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.listening())
@@ -67,8 +67,8 @@ class Replicas:
             for number, request in enumerate(workload):
                 for run in runs:
                     run.advance(request.arrival_s)
-                asked = _routed(request)
-                loads = [_load(k, run, request.arrival_s, router) for k, run in enumerate(runs)]
+                asked = routed(request)
+                loads = [load_of(k, run, request.arrival_s, router) for k, run in enumerate(runs)]
                 chosen = router.choose(asked, loads)
                 router.placed(asked, chosen)
                 runs[chosen].offer(request)
@@ -78,11 +78,6 @@ class Replicas:
             for run in runs:
                 run.advance(None)
         return [run.result() for run in runs]
-
-    def _open(self, workload: Workload, truncate: bool) -> WorkloadRun:
-        clock = VirtualClock()
-        limits = self.service.limits(truncate=truncate)
-        return WorkloadRun(self.service.core(clock), clock, workload, limits, self.service.label, False, False, None)
 
     def _apart(
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
@@ -121,14 +116,14 @@ class Replicas:
         progress: Callable[[Progress], None] | None,
     ) -> list[SimResult]:  # fmt: skip
         """These replicas, each brought up to the arrivals of its own requests."""
-        runs = {k: self._open(workload, truncate) for k in mine}
+        runs = {k: open_run(self.service, workload, truncate) for k in mine}
         clock, none = MonotonicClock(), [EngineLoad(k) for k in range(self.num_replicas)]
         began_s, arrived = clock.now(), 0
         with ExitStack() as stack:
             for run in runs.values():
                 stack.enter_context(run.listening())
             for request in workload:
-                chosen = router.choose(_routed(request), none)
+                chosen = router.choose(routed(request), none)
                 if chosen not in runs:
                     continue
                 run = runs[chosen]
@@ -143,7 +138,15 @@ class Replicas:
         return [run.result() for run in runs.values()]
 
 
-def _routed(request: TimedRequest) -> RoutedRequest:
+def open_run(service: SimulatedService, workload: Workload, truncate: bool) -> WorkloadRun:
+    """An engine of its own, which nobody has asked anything yet, on a clock that stands at 0."""
+    clock = VirtualClock()
+    limits = service.limits(truncate=truncate)
+    return WorkloadRun(service.core(clock), clock, workload, limits, service.label, False, False, None)
+
+
+def routed(request: TimedRequest) -> RoutedRequest:
+    """As its router sees it."""
     blocks, before = [], 0
     for piece in request.blocks:  # ids of pieces say nothing of what is in front of them
         before = hash((before, piece))
@@ -151,7 +154,8 @@ def _routed(request: TimedRequest) -> RoutedRequest:
     return RoutedRequest(request.num_prompt, blocks, request.session, request.priority)
 
 
-def _load(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
+def load_of(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
+    """What a router may know of an engine at `now_s`."""
     load = EngineLoad(number, requests=run.num_unfinished(now_s), block_size=max(1, run.workload.block_tokens))
     if router.reads_tokens:
         load.tokens, load.waiting_tokens, load.urgent = run.num_prompt_tokens()
