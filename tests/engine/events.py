@@ -9,7 +9,8 @@ from penstock.core.kv_events import DEVICE, DISK, HOST, REMOTE, AllBlocksCleared
 from penstock.core.page_ops import STATE
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
-from penstock.kv.events import EventSettings, hash_of
+from penstock.kv.events import EventSettings
+from penstock.kv.store_index import hash_of
 from penstock.kv.store_index import names_after
 
 SECRET = b"s" * 32

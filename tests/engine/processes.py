@@ -91,9 +91,14 @@ async def replicated(
 ) -> AsyncIterator[Running]:
     """Several engines of one model behind one client."""
     config = nano(data_parallel_size=size, **settings)
-    links = [ProcessLink(config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute) for _ in range(size)]
-    front = open_front(config)
     placing = EnginePlacement(ROUTERS.get(policy)())
+    links = [
+        ProcessLink(
+            config.as_kwargs(), max_restarts_per_minute=max_restarts_per_minute, block_secret=placing.block_secret
+        )
+        for _ in range(size)
+    ]
+    front = open_front(config)
     client = EngineClient(links[0], front.tokenizer, MonotonicClock(), further=links[1:], placing=placing)
     await client.start()
     try:

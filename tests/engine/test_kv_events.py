@@ -16,7 +16,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.kv.block_names import BlockNames
 from penstock.kv.block_texts import ON_THE_WAY, BlockTexts, TextRun
-from penstock.kv.events import EventRecorder, hash_of
+from penstock.kv.events import EventRecorder
+from penstock.kv.store_index import hash_of
 from penstock.kv.store_index import FoundBlock, StoreIndex, names_after
 from penstock.launch.assemble import engine_core
 from tests.engine.events import SECRET, Follower, checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from penstock.base.errors import CapacityError, RefusedError
 from penstock.engine.membership import Membership
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.stream import Stream
+from tests.engine.disturbances import QUICK, campaign
 from tests.engine.processes import Running, is_gone, nano, replicated, running, within
 from tests.engine.test_process_link import params
 from tests.engine.test_replicas import PROMPTS, kill
@@ -20,7 +22,6 @@ from tests.engine.test_replicas import PROMPTS, kill
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines are processes that signals end")
 
 
-QUICK = {"ops": "auto", "num_gpu_blocks_override": 64}
 _calm: list[object] = []
 
 
@@ -224,3 +225,12 @@ async def test_H04_an_engine_that_cannot_be_started_again_leaves_all_to_the_othe
         await group.restart(0)
         assert states(group) == {0: "ready", 1: "ready"}
         assert await texts(begun(engine, "b")) == want
+
+
+@within(300)
+async def test_H04_a_short_campaign_of_everything_at_random() -> None:
+    """tools/replica_campaign.py runs long ones."""
+    seed, actions = int(os.environ.get("PENSTOCK_REPLICA_SEED", "1")), 12
+    found = await campaign(seed, actions)
+    assert sum(found["done"].values()) == actions
+    assert found["streams"] >= len(PROMPTS)

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("models:models", "what a model is: family, context, format, template, licence, files"),
     "rm": ("models:models", "remove models that were pulled"),
     "ps": ("servers:servers", "the servers that run"),
+    "cluster": ("cluster:cluster", "the engines behind a server: add, drain, remove, restart"),
     "stop": ("servers:servers", "end a server when it has answered"),
     "tune": ("tune:tune", "settings for a load within limits: searched, tried, written with reasons"),
     "features": ("features:features", "what settings or presets switch on, in the columns of the surveys' table"),

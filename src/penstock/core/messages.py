@@ -49,6 +49,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     drafts: bool = False
     """A step may yield several tokens of a sequence."""
     caches_prefixes: bool = True
+    block_secret: bytes = b""
+    block_fingerprint: str = ""
+    """What names of the blocks that it tells of are made with (`kv.block_names`); without a secret it tells of none."""
     pin_blocks: int = 0
     """Blocks that hints may pin."""
     module_tokens: int = 0
@@ -119,12 +122,25 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
 
 
+class BlocksTold(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that an engine has begun or ceased to hold, by the last 64 bits of their names (`kv.store_index`).
+
+    `cleared`: nothing of what was told before is there; what is `stored` has come since.
+    """
+
+    cleared: bool
+    stored: list[int]
+    removed: list[int]
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """News of one step, engine to front end. `epoch`: the engine process that says so; stale ones are dropped."""
 
     epoch: int
     outputs: list[EngineOutput] = []
     snapshot: EngineSnapshot | None = None
+    blocks: BlocksTold | None = None
+    """Where a router follows them."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -139,6 +155,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Time without a sign of life after which the engine writes its stacks to stderr."""
     weights: WeightsOrder | None = None
     """What the engine before this one had taken up."""
+    block_secret: bytes = b""
+    """Tell which blocks are held, by names made with this; empty: nobody wants to know."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):

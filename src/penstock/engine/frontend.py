@@ -177,6 +177,11 @@ class EngineClient:
         if self._placing is not None:
             self._placing.router.gone(replica.number)
 
+    @property
+    def placing(self) -> Placing | None:
+        """Who chooses between engines; None: there is one, for good."""
+        return self._placing
+
     # -- life ----------------------------------------------------------------------------------------------------
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
@@ -192,8 +197,8 @@ class EngineClient:
                 await self._close()
             raise
         assert self.info is not None
-        if self._placing is not None and self.info.caches_prefixes:
-            self._placing.block_size = self.info.block_size
+        if self._placing is not None:
+            self._placing.follow(self.info)
         return self.info
 
     def begin_asleep(self, info: EngineInfo) -> None:
@@ -479,6 +484,8 @@ class EngineClient:
             replica.snapshot = message.snapshot
         tally = self._processor.tally = Tally() if self.on_message else None
         outputs = replica.replay.sift(message.outputs)
+        if self._placing is not None and message.blocks is not None:
+            self._placing.told(replica, message.blocks)
         if self._placing is not None:  # who was moved is another's
             outputs = replica.without_left(outputs, self._streams)
         touched = self._processor.process(outputs)

@@ -21,6 +21,7 @@ from penstock.kv.tier_facts import counters_of, tiers_of
 from penstock.sched.offline import online
 
 if TYPE_CHECKING:
+    from penstock.engine.block_news import BlockNews
     from penstock.engine.core import EngineCore
 
 IDLE_S = 0.25
@@ -96,6 +97,8 @@ class EngineLoop:
         self._handles: dict[str, int] = {}
         self.spare: SpareWork | None = None
         """What is done in the time that steps leave, if anything is."""
+        self.block_news: BlockNews | None = None
+        """What a router of the front end follows."""
         self._snapshot_s = core.clock.now()
         core.watch = self._watch
 
@@ -208,5 +211,6 @@ class EngineLoop:
             fresh, self._snapshot_s = snapshot_of(self.core, step_s, memory), now
             if self.spare is not None:
                 fresh.counters.update(self.spare.counters())
-        if outputs or fresh is not None:
-            self._emit(Outputs(self._epoch, outputs, fresh))
+        blocks = None if self.block_news is None else self.block_news.take()
+        if outputs or fresh is not None or blocks is not None:
+            self._emit(Outputs(self._epoch, outputs, fresh, blocks))

@@ -80,7 +80,7 @@ class Membership:
     """
 
     def __init__(self, client: EngineClient, make_link: Callable[[], Link], most: int) -> None:
-        self._client, self._make_link, self._most = client, make_link, most
+        self._client, self._make_link, self.most = client, make_link, most
         self._next = len(client.replicas)
         self._joining: list[Replica] = []
         self._busy: dict[int, str] = {}
@@ -92,9 +92,9 @@ class Membership:
     async def add(self) -> int:
         """See `ReplicaSet`. Raises RefusedError (409) where there are as many as were planned for."""
         have = len(self._client.replicas) + len(self._joining)
-        if have >= self._most:
+        if have >= self.most:
             raise RefusedError(
-                f"there are {have} engines, and memory and cores were shared out among {self._most}; remove one, or "
+                f"there are {have} engines, and memory and cores were shared out among {self.most}; remove one, or "
                 f"start the server with --max-replicas {have + 1} or more",
                 status=409, code="too_many_replicas",
             )  # fmt: skip

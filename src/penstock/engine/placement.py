@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from secrets import token_bytes
 from typing import TYPE_CHECKING
 
-from penstock.base.hashing import digest
+from penstock.kv.block_names import BlockNames
+from penstock.kv.store_index import hash_of, names_after
 from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
 
 if TYPE_CHECKING:
+    from penstock.core.messages import BlocksTold, EngineInfo
     from penstock.core.request import Request
     from penstock.engine.replica import Replica
     from penstock.engine.stream import Stream
@@ -18,17 +21,35 @@ MOST_BLOCKS = 1024
 """Of a prompt that a router is told of: who shares so many shares enough."""
 
 
+MOST_ROOTS = 4096
+"""Namespaces whose first name is remembered."""
+
+
 class EnginePlacement:
     """See `replica.Placing`. `block_size`: of the engines' prefix cache; 0: there is none (or none is known yet), and
-    prompts share nothing."""
+    prompts share nothing. `block_secret`: engines tell the router which blocks they hold, named with this; empty: it
+    does not want to know."""
 
     def __init__(self, router: RoutePolicy) -> None:
         self.router = router
         self.block_size = 0
+        self.block_secret = token_bytes(32) if router.reads_blocks else b""
+        self._named_with = b"", ""
+        self._roots: dict[tuple[bytes, str], bytes] = {}
         self._loads: dict[int, EngineLoad] = {}
         self._given: dict[str, RoutedRequest] = {}
         self._waiting: dict[str, int] = {}
         """Tokens of the prompts of those that have no token yet."""
+
+    def follow(self, info: EngineInfo) -> None:
+        """Engines are as this one says."""
+        self.block_size = info.block_size if info.caches_prefixes else 0
+        self._named_with = info.block_secret, info.block_fingerprint
+        self._roots.clear()
+
+    def told(self, replica: Replica, blocks: BlocksTold) -> None:
+        """What an engine holds has changed."""
+        self.router.told(replica.number, blocks.stored, blocks.removed, cleared=blocks.cleared)
 
     def choose(self, stream: Stream, replicas: Sequence[Replica]) -> Replica:
         loads = [self._load(replica) for replica in replicas]
@@ -56,6 +77,7 @@ class EnginePlacement:
         asked = self._given.pop(request_id, None)
         if asked is None:
             return
+        self.router.ended(asked, replica.number)
         load = self._loads.get(replica.number)
         if load is None:  # it has been removed meanwhile
             self._waiting.pop(request_id, None)
@@ -92,9 +114,10 @@ class EnginePlacement:
     def _blocks(self, request: Request) -> list[int]:
         if not (self.block_size and self.router.reads_blocks):
             return []
-        size, found, before = 4 * self.block_size, list[int](), request.namespace + request.taint.encode()
+        (secret, fingerprint), whose = self._named_with, (request.namespace, request.taint)
+        if whose not in self._roots:
+            if len(self._roots) >= MOST_ROOTS:
+                self._roots.clear()
+            self._roots[whose] = BlockNames(secret, fingerprint, self.block_size).root(*whose)
         ids = array("i", request.prompt_token_ids[: MOST_BLOCKS * self.block_size]).tobytes()
-        for start in range(0, len(ids) // size * size, size):
-            before = digest(before + ids[start : start + size], size=8)
-            found.append(int.from_bytes(before, "little"))
-        return found
+        return [hash_of(name) for name in names_after(secret, self._roots[whose], ids, 4 * self.block_size)]

@@ -48,6 +48,7 @@ class ProcessLink:
         hang_s: silence, of the time in which it could have run, after which a child is killed and replaced.
         command: starts the engine process; the two descriptors are appended.
         spare: a child that was spawned already, to be the first engine.
+        block_secret: the engine tells which blocks it holds, named with this.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ProcessLink:
         hang_s: float = 60.0,
         command: Sequence[str] = COMMAND,
         spare: Spawned | None = None,
+        block_secret: bytes = b"",
     ) -> None:
         self._config = dict(config)
         self._log_file = self._config.get("log_file")
@@ -69,6 +71,7 @@ class ProcessLink:
         self._hang_s = hang_s
         self._command = list(command)
         self._spare = spare
+        self._block_secret = block_secret
         self.weights: WeightsOrder | None = None
         self._epoch = 0
         self._crashes: deque[tuple[float, int]] = deque()
@@ -114,7 +117,9 @@ class ProcessLink:
         child = self._child = Child(*(spare or spawn(self._command)), listener, self._look_s)
         try:
             await child.connect()
-            hello = Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s, self.weights)
+            hello = Hello(
+                wire.schema(), self._epoch, self._config, self._faults, self._stall_s, self.weights, self._block_secret
+            )
             child.write(hello)
             if self._epoch:  # the first may take its time: it may have a model to fetch
                 await self._until_silent(child, child.ready)

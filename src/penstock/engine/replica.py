@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
+from penstock.core.messages import BlocksTold, EngineInfo, EngineSnapshot, Outputs
 from penstock.core.request import FENCED, Abort, Control, Intake
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
@@ -42,7 +42,11 @@ class Placing(Protocol):
     """Chooses between replicas, and counts what each has; `placement.EnginePlacement` is one."""
 
     router: RoutePolicy
-    block_size: int
+    block_secret: bytes
+
+    def follow(self, info: EngineInfo) -> None: ...
+
+    def told(self, replica: Replica, blocks: BlocksTold) -> None: ...
 
     def choose(self, stream: Stream, replicas: Sequence[Replica]) -> Replica: ...
 

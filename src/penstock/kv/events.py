@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core import page_ops
 from penstock.core.adapter import number_of
 from penstock.core.kv_events import DEVICE, DISK, HOST, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.kv.block_names import BlockNames
 from penstock.kv.block_texts import BlockTexts, TextRun
-from penstock.kv.store_index import NAME_BYTES
+from penstock.kv.store_index import NAME_BYTES, hash_of
 
 if TYPE_CHECKING:
     from penstock.core.sequence import Sequence as Seq
@@ -55,6 +55,11 @@ class EventRecorder:
         self._places: Counter[int] = Counter()
         """Of blocks with an adapter: its number and name, and in how many media they are."""
         self._events: list[KVEvent] = [AllBlocksCleared()]  # whoever followed another engine here starts afresh
+
+    @property
+    def named_with(self) -> dict[str, Any]:
+        """What whoever names the same blocks has to know, as `core.messages.EngineInfo` has it."""
+        return {"block_secret": self._names.secret, "block_fingerprint": self._names.fingerprint}
 
     def entered(self, seq: Seq, first: int, blocks: Sequence[Slabs]) -> None:
         """Blocks of `seq` from number `first` on are in the prefix cache now. Mutates: the names its cursor knows."""
@@ -178,11 +183,6 @@ def _fewer(held: Counter[int], hashes: Iterable[int]) -> Iterator[int]:
         if not held[name]:
             del held[name]
             yield name
-
-
-def hash_of(name: bytes) -> int:
-    """The name of a block as routers get it: its last 64 bits, as vLLM does."""
-    return int.from_bytes(name[-8:], "big")
 
 
 def _forgotten(known: dict[Slabs, int], blocks: Iterable[Slabs]) -> list[int]:

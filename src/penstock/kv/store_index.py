@@ -43,6 +43,11 @@ def names_after(secret: bytes, name: bytes, tokens: bytes, block_bytes: int) -> 
     return out
 
 
+def hash_of(name: bytes) -> int:
+    """The name of a block as routers get it: its last 64 bits, as vLLM does."""
+    return int.from_bytes(name[-8:], "big")
+
+
 class _Entry:
     __slots__ = ("depth", "num_bytes", "tick", "used_s")
 

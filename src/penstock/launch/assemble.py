@@ -48,7 +48,7 @@ from penstock.sched.shares import WithShares
 from penstock.weights.load import fingerprint
 
 if TYPE_CHECKING:
-    from penstock.launch.kv_events import KVEvents
+    from penstock.launch.kv_events import FollowedBlocks, KVEvents
     from penstock.launch.kv_store import KVStore
     from penstock.parallel.comm import Comm
     from penstock.runner.logits.grammar_cache import GrammarCache
@@ -117,7 +117,7 @@ def engine_over(
     box: BlackBox | None = None,
     ask: Callable[[], Free] = free_memory,
     store: KVStore | None = None,
-    events: KVEvents | None = None,
+    events: KVEvents | FollowedBlocks | None = None,
     **engine: Any,
 ) -> EngineCore:
     """The engine over the rank that `spec` describes, on the executor that `config` names.

@@ -31,7 +31,7 @@ from penstock.launch.backend import backend_decisions, choose_ops, device_of, ma
 from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
 from penstock.launch.encoder import choose_encoding
 from penstock.launch.hub import local_path
-from penstock.launch.kv_events import events_decision, open_events
+from penstock.launch.kv_events import FollowedBlocks, events_decision, followed_blocks, open_events
 from penstock.launch.kv_store import fingerprint, open_store
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
@@ -73,6 +73,8 @@ class Engine:
     """None: it serves none."""
     hold: Hold
     """Keeps models that were pulled from being removed."""
+    followed: FollowedBlocks | None = None
+    """Which blocks it holds, for a router that follows them."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -86,13 +88,15 @@ def start(
     progress: Progress | None = None,
     serving: bool = False,
     box: BlackBox | None = None,
+    block_secret: bytes = b"",
     spans: Spans | None = None,
 ) -> Engine:
     """Open the model, plan, load the weights and assemble the engine.
 
     `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`); a front end has the tokenizer,
     and the engine reads one only if a part of it does (a drafter, a selector, the first grammar). `box`: where the
-    model counts its operations. `spans`: is told what the time goes to.
+    model counts its operations. `block_secret`: a router follows which blocks are held (`Engine.followed`). `spans`: is
+    told what the time goes to.
 
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
@@ -150,6 +154,7 @@ def start(
         config, partial(fingerprint, config, checkpoint, plan, BACKENDS.get(config.execution.ops).why()), plan
     )
     events = open_events(config)
+    followed = followed_blocks(block_secret, config, plan, events)
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
     core = engine_over(
@@ -163,7 +168,7 @@ def start(
         timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
         seconds_budget=serving,
         store=store,
-        events=events,
+        events=followed or events,
     )
     spans.end("KV memory, scheduler")
     limits = _limits(config, checkpoint.spec, checkpoint.generation_config, plan)
@@ -201,6 +206,7 @@ def start(
         no_tokenizer=files.tokenizer.reason or "the engine was started with skip_tokenizer_init",
         adapters=adapters,
         hold=hold,
+        followed=followed,
     )
 
 
@@ -263,6 +269,7 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         info, pid=pid, packed_file=core.executor.packed_file, load_s=load_s, pin_blocks=core.kv.hints.most_pinned,
         alone_s=[(n, timer.step_s(EMPTY.plus(0, n, 1))) for n in lengths if timer is not None],
         drafts=core.scheduler.drafts is not None,
+        **({} if engine.followed is None or core.kv.events is None else core.kv.events.named_with),
     )  # fmt: skip
 
 

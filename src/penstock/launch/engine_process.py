@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
     faults.spoil = core.executor.spoil
     loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
     loop.spare = loaded.spare
+    loop.block_news = None if loaded.engine.followed is None else loaded.engine.followed.news
     inbox.deliver(loop)
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
@@ -247,7 +248,9 @@ def load(hello: Hello, speaker: Speaker, box: BlackBox, spans: Spans) -> Loaded:
         from penstock.launch.finetune import finetuner_of  # nobody else needs it
 
         spare = finetuner_of(config)
-    engine = start(config, progress=progress, serving=True, box=box, spans=spans)
+    engine = start(
+        config, progress=progress, serving=True, box=box, block_secret=hello.block_secret, spans=spans
+    )  # fmt: skip
     return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine, spare)
 
 

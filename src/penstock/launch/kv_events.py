@@ -9,11 +9,27 @@ from penstock.config import EngineConfig
 from penstock.config.kv_events import parse_kv_events
 from penstock.core.events import Decision
 from penstock.core.kv_events import KVEvent
+from penstock.engine.block_news import BlockNews
 from penstock.engine.core import EngineCore
 from penstock.engine.publisher import EventPublisher
 from penstock.kv.events import EventSettings
+from penstock.plan.resolve import Plan, events_problem
 
 SECRET_BYTES = 32
+
+
+class FollowedBlocks:
+    """For the router of the engine's server: the engine's loop hands on what `news` collects."""
+
+    def __init__(self, secret: bytes, beside: KVEvents | None) -> None:
+        told = beside is not None and beside.settings.include_token_ids
+        self.settings = EventSettings(secret, told)
+        self.news = BlockNews(None if beside is None else beside.publish)
+
+    def follow(self, core: EngineCore) -> None:
+        """As `KVEvents.follow`."""
+        core.tell_events = self.news
+        core.publish()
 
 
 class KVEvents:
@@ -42,6 +58,13 @@ def open_events(config: EngineConfig) -> KVEvents | None:
     if said is None:
         return None
     return KVEvents(EventPublisher(said), EventSettings(secrets.token_bytes(SECRET_BYTES), said.include_token_ids))
+
+
+def followed_blocks(secret: bytes, config: EngineConfig, plan: Plan, beside: KVEvents | None) -> FollowedBlocks | None:
+    """Nothing where there are no blocks to tell of."""
+    if not secret or events_problem(config, plan.groups):
+        return None
+    return FollowedBlocks(secret, beside)
 
 
 def events_decision(config: EngineConfig) -> tuple[Decision, ...]:

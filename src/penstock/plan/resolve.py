@@ -302,14 +302,18 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: 
 
 def _check_events(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None:
     """Raises ConfigError, with what to change, where there are no blocks to tell of."""
-    cache = config.cache
-    problem = ""
-    if not cache.enable_prefix_caching or cache.prefix_cache == "none" or cache.kv_allocator != "paged":
-        problem = "tells what the prefix cache keeps, which is off; enable_prefix_caching, with kv_allocator paged"
-    elif not any(group.spec.per_token for group in groups):
-        problem = "tells of blocks, and this model has none, only states; leave it off"
-    if problem:
+    if problem := events_problem(config, groups):
         raise ConfigError(f"kv_events_config: {problem}", field="kv_events_config")
+
+
+def events_problem(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> str:
+    """Why an engine has no blocks to tell of; "" if it has."""
+    cache = config.cache
+    if not cache.enable_prefix_caching or cache.prefix_cache == "none" or cache.kv_allocator != "paged":
+        return "tells what the prefix cache keeps, which is off; enable_prefix_caching, with kv_allocator paged"
+    if not any(group.spec.per_token for group in groups):
+        return "tells of blocks, and this model has none, only states; leave it off"
+    return ""
 
 
 def _dtype(

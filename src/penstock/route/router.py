@@ -63,5 +63,12 @@ class RoutePolicy:
     def placed(self, asked: RoutedRequest, number: int) -> None:
         """The request went to engine `number`: as chosen, or because its engine had died."""
 
+    def ended(self, asked: RoutedRequest, number: int) -> None:
+        """A request that was placed there has ended, or has been taken from there."""
+
+    def told(self, number: int, stored: Sequence[int], removed: Sequence[int], *, cleared: bool = False) -> None:
+        """Engine `number` holds these blocks from now on, and no more those; `cleared`: it held nothing before. Only
+        where the router reads blocks, and only by engines that can tell."""
+
     def gone(self, number: int) -> None:
         """Engine `number` has lost all that it had."""

@@ -43,6 +43,7 @@ from penstock.server.routes import (
     ops,
     page,
     pooling,
+    replicas,
     responses,
     text,
     tgi,
@@ -60,7 +61,7 @@ from penstock.text.defaults import sampling_decision
 log = logging.getLogger("penstock.server")
 MODULES = (
     chat, completions, responses, messages, message_batches, embeddings, pooling, decisions, models, text, files,
-    batches, finetuning, ollama, llama_server, tgi, ops, docs, admin, weights, page,
+    batches, finetuning, ollama, llama_server, tgi, ops, docs, admin, replicas, weights, page,
 )  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")

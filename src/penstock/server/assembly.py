@@ -17,6 +17,7 @@ from penstock.config.server import ServerConfig
 from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link
+from penstock.engine.membership import Membership
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
 from penstock.launch.front import Front, limits_from
@@ -117,15 +118,15 @@ async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence
         raise ConfigError(str(error), field="lora_modules") from None
 
 
-def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
-    """Raises ConfigError for a fault that does not exist."""
+def make_link(config: ServeConfig, spare: Spawned | None = None, *, block_secret: bytes = b"") -> Link:
+    """`block_secret`: see `ProcessLink`. Raises ConfigError for a fault that does not exist."""
     faults = config.server.names("fault")
     for text in faults:
         parse_fault(text)
     if not config.server.engine_in_process:
         return ProcessLink(
             config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
-            hang_s=config.server.watchdog_timeout, spare=spare,
+            hang_s=config.server.watchdog_timeout, spare=spare, block_secret=block_secret,
         )  # fmt: skip
     if faults:
         raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
@@ -161,9 +162,19 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     from penstock.engine.placement import EnginePlacement
     from penstock.route import ROUTERS
 
-    router = ROUTERS.get(config.server.route_policy)()
-    links = [make_link(config, spare if number == 0 else None) for number in range(size)]
-    return EngineClient(links[0], None, clock, further=links[1:], placing=EnginePlacement(router))
+    placing = EnginePlacement(ROUTERS.get(config.server.route_policy)())
+    secret = placing.block_secret
+    links = [make_link(config, spare if number == 0 else None, block_secret=secret) for number in range(size)]
+    return EngineClient(links[0], None, clock, further=links[1:], placing=placing)
+
+
+def add_membership(server: Server, config: ServeConfig) -> None:
+    """Engines may come and go from now on."""
+    most = config.engine.execution.most_replicas
+    placing = server.client.placing
+    make = partial(make_link, config, block_secret=b"" if placing is None else placing.block_secret)
+    group = server.parts["replicas"] = Membership(server.client, make, most)
+    server.closers.append(group.close)
 
 
 def model_name(path: str) -> str:

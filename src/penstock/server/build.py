@@ -15,7 +15,7 @@ from penstock.engine.spawn import Spawned
 from penstock.launch.front import begin_front
 from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
-from penstock.server.assembly import assembled, checked, furnish, make_client, model_name, with_adapters
+from penstock.server.assembly import add_membership, assembled, checked, furnish, make_client, model_name, with_adapters
 from penstock.server.batches import files, runner
 from penstock.server.context import Server
 from penstock.server.observation import energy, loop_watch, metrics, request_log, traces
@@ -62,6 +62,8 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = assembled(config, client, front, given, names, clock)
         server.parts["tls"], server.parts["energy_meter"] = tls, meter
+        if further is None:
+            add_membership(server, config)
         if tls is not None:
             server.closers.append(Watching(tls).close)
         await furnish(server, config, _PARTS)

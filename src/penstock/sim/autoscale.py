@@ -17,8 +17,9 @@ from penstock.route.router import RoutePolicy
 from penstock.route.scale import make_scaler
 from penstock.route.scale.scaler import FleetView
 from penstock.sim.driver import Progress, WorkloadRun
-from penstock.sim.replicas import MAX_REPLICAS, load_of, merged, open_run, routed
+from penstock.sim.replicas import MAX_REPLICAS, merged, open_run
 from penstock.sim.result import SimResult
+from penstock.sim.routed import RoutedRuns, told_by
 from penstock.sim.service import SimulatedService
 from penstock.sim.workload import TimedRequest, Workload
 
@@ -113,6 +114,8 @@ class _Fleet:
 
     def __post_init__(self) -> None:
         self._scaler = make_scaler(self.of.scaler)
+        self._told = told_by(self.of.service, self.router)
+        self._routed = RoutedRuns(self.router, [], follows=self._told is not None)
         self._look = self._arrivals = 0
         self._now_s = 0.0
         first = self._scaler.decide(FleetView(0, self.of.least, least=self.of.least, most=self.of.most)).engines
@@ -136,12 +139,8 @@ class _Fleet:
         self._advance(to_s)
 
     def offer(self, request: TimedRequest) -> None:
-        now_s, asked = request.arrival_s, routed(request)
-        there = [e for e in self.living if e.ready_s <= now_s and not e.draining]
-        loads = [load_of(e.number, e.run, now_s, self.router) for e in there]
-        chosen = there[self.router.choose(asked, loads)]
-        self.router.placed(asked, chosen.number)
-        chosen.run.offer(request)
+        there = [e.number for e in self.living if e.ready_s <= request.arrival_s and not e.draining]
+        self._routed.offer(request, there)
         self._arrivals += 1
 
     def finish(self) -> None:
@@ -159,8 +158,8 @@ class _Fleet:
             if engine.ready_s <= to_s:
                 engine.run.advance(to_s)
             if engine.draining and not engine.run.core.has_work:
-                engine.ended_s = max(engine.ordered_s, min(to_s, engine.run.due_s))
-                self.router.gone(engine.number)
+                engine.ended_s = engine.run.clock.now()
+                self._routed.gone(engine.number)
 
     def _decide(self, now_s: float) -> None:
         living = self.living
@@ -185,7 +184,7 @@ class _Fleet:
             engine.draining = True
 
     def _order(self, now_s: float, ready_s: float) -> None:
-        run = open_run(self.of.service, self.workload, self.truncate)
+        run = open_run(self.of.service, self.workload, self.truncate, self._told)
         self.stack.enter_context(run.listening())
-        self.engines.append(_Engine(len(self.engines), run, now_s, ready_s))
+        self.engines.append(_Engine(self._routed.add(run), run, now_s, ready_s))
         self.most = max(self.most, len(self.living))

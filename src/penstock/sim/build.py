@@ -15,6 +15,7 @@ from penstock.core.protocols import StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
 from penstock.executor.sim_files import SimFolder
+from penstock.kv.events import EventSettings
 from penstock.launch.adaptive import adapt
 from penstock.launch.assemble import engine_core
 from penstock.plan.devices import Device
@@ -99,12 +100,13 @@ def build_sim(
     seconds_budget: bool = False,
     check_invariants: bool = False,
     folder: SimFolder | None = None,
+    events: EventSettings | None = None,
 ) -> EngineCore:
     """The engine that serves, with a SimExecutor that takes as long as `timer` says. `depth`: steps in flight.
 
     `scheduler_timer`: what the scheduler predicts with, if that is another one. `seconds_budget` lets it bound its
     steps in seconds too. `folder`: in place of the one that `kv_offload` names, if it names any; by default one of its
-    own, empty and at default rates.
+    own, empty and at default rates. `events`: which blocks it holds is recorded (`kv.events`).
     """
     store, wanted = None, offload_of(config.cache.kv_offload)
     if wanted is not None and wanted.remotes:
@@ -131,6 +133,7 @@ def build_sim(
         seconds_budget=seconds_budget,
         check_invariants=check_invariants,
         store=None if store is None else store.settings,
+        events=events,
     )
     if store is not None:
         core.store_news = store.news

@@ -20,6 +20,7 @@ from penstock.launch.backend import device_of, traits_of
 from penstock.launch.build import Engine
 from penstock.launch.names import check_names
 from penstock.launch.selection import keeping_of
+from penstock.kv.events import EventSettings
 from penstock.plan.calibrated import CalibratedTimer, Calibration, errors_of, fit
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.measured import Sample
@@ -100,7 +101,7 @@ def plan_for(calibration: Calibration, config: EngineConfig) -> Plan:
 
 def build_calibrated(
     calibration: Calibration, config: EngineConfig, plan: Plan, clock: VirtualClock, *, seconds_budget: bool = False,
-    folder: SimFolder | None = None,
+    folder: SimFolder | None = None, events: EventSettings | None = None,
 ) -> EngineCore:  # fmt: skip
     """The engine that serves, on measured step times; its scheduler predicts with the same cost model as the real
     one's, which knows nothing of these."""
@@ -108,7 +109,7 @@ def build_calibrated(
     return build_sim(
         config, calibration.spec, plan, CalibratedTimer(calibration.curve, calibration.copy_bytes_per_s), clock,
         scheduler_timer=RooflineTimer(calibration.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
-        depth=config.execution.depth, seconds_budget=seconds_budget, folder=folder,
+        depth=config.execution.depth, seconds_budget=seconds_budget, folder=folder, events=events,
     )  # fmt: skip
 
 

@@ -14,13 +14,15 @@ import numpy as np
 
 from penstock.base.clock import MonotonicClock, VirtualClock
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.kv.events import EventSettings
 from penstock.route import ROUTERS
-from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
+from penstock.route.router import EngineLoad, RoutePolicy
 from penstock.sim.driver import Progress, WorkloadRun
 from penstock.sim.result import RequestColumns, SimResult
+from penstock.sim.routed import RoutedRuns, routed, told_by
 from penstock.sim.service import SimulatedService
 from penstock.sim.timeline import Series
-from penstock.sim.workload import TimedRequest, Workload
+from penstock.sim.workload import Workload
 
 MAX_REPLICAS = 1024
 _SAID = 512
@@ -59,7 +61,9 @@ class Replicas:
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
     ) -> list[SimResult]:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
-        runs = [open_run(self.service, workload, truncate) for _ in range(self.num_replicas)]
+        told = told_by(self.service, router)
+        runs = [open_run(self.service, workload, truncate, told) for _ in range(self.num_replicas)]
+        group = RoutedRuns(router, runs, follows=told is not None)
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.listening())
@@ -67,11 +71,7 @@ class Replicas:
             for number, request in enumerate(workload):
                 for run in runs:
                     run.advance(request.arrival_s)
-                asked = routed(request)
-                loads = [load_of(k, run, request.arrival_s, router) for k, run in enumerate(runs)]
-                chosen = router.choose(asked, loads)
-                router.placed(asked, chosen)
-                runs[chosen].offer(request)
+                group.offer(request)
                 if progress is not None and number % _SAID == 0:
                     done = sum(run.done for run in runs)
                     progress(Progress(number + 1, done, 0, request.arrival_s, clock.now() - began_s))
@@ -138,29 +138,13 @@ class Replicas:
         return [run.result() for run in runs.values()]
 
 
-def open_run(service: SimulatedService, workload: Workload, truncate: bool) -> WorkloadRun:
+def open_run(
+    service: SimulatedService, workload: Workload, truncate: bool, told: EventSettings | None = None
+) -> WorkloadRun:
     """An engine of its own, which nobody has asked anything yet, on a clock that stands at 0."""
     clock = VirtualClock()
     limits = service.limits(truncate=truncate)
-    return WorkloadRun(service.core(clock), clock, workload, limits, service.label, False, False, None)
-
-
-def routed(request: TimedRequest) -> RoutedRequest:
-    """As its router sees it."""
-    blocks, before = [], 0
-    for piece in request.blocks:  # ids of pieces say nothing of what is in front of them
-        before = hash((before, piece))
-        blocks.append(before)
-    return RoutedRequest(request.num_prompt, blocks, request.session, request.priority)
-
-
-def load_of(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
-    """What a router may know of an engine at `now_s`."""
-    load = EngineLoad(number, requests=run.num_unfinished(now_s), block_size=max(1, run.workload.block_tokens))
-    if router.reads_tokens:
-        load.tokens, load.waiting_tokens, load.urgent = run.num_prompt_tokens()
-        load.kv_blocks = run.limits.kv_capacity_tokens // load.block_size
-    return load
+    return WorkloadRun(service.core(clock, events=told), clock, workload, limits, service.label, False, False, None)
 
 
 def _listen(pipes: list[Any], progress: Callable[[Progress], None] | None) -> list[list[SimResult]]:

@@ -11,6 +11,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor.sim_files import SimFolder
+from penstock.kv.events import EventSettings
 from penstock.plan.calibrated import CalibratedTimer, Calibration
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
@@ -50,15 +51,17 @@ class SimulatedService:
             return CalibratedTimer(self.device.curve, self.device.copy_bytes_per_s)
         return RooflineTimer(self.spec, self.device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
 
-    def core(self, clock: VirtualClock, folder: SimFolder | None = None) -> EngineCore:
-        """A fresh engine on `clock`; `folder` as in `build_sim`."""
+    def core(
+        self, clock: VirtualClock, folder: SimFolder | None = None, events: EventSettings | None = None
+    ) -> EngineCore:
+        """A fresh engine on `clock`; `folder` and `events` as in `build_sim`."""
         if isinstance(self.device, Calibration):
             return build_calibrated(
-                self.device, self.config, self.plan, clock, seconds_budget=self.seconds_budget, folder=folder
+                self.device, self.config, self.plan, clock, seconds_budget=self.seconds_budget, folder=folder, events=events,
             )
         return build_sim(
             self.config, self.spec, self.plan, self.timer, clock, depth=self.config.execution.depth,
-            seconds_budget=self.seconds_budget, folder=folder,
+            seconds_budget=self.seconds_budget, folder=folder, events=events,
         )  # fmt: skip
 
     def limits(self, *, truncate: bool = False) -> SimLimits:

@@ -93,3 +93,44 @@ def test_virtual_usage_counts_who_waits_once() -> None:
     waits = EngineLoad(0, requests=1, tokens=900, waiting_tokens=900, kv_blocks=100)
     runs = EngineLoad(1, requests=1, tokens=950, kv_used=60, kv_blocks=100)
     assert made("virtual-usage").choose(RoutedRequest(10), [runs, waits]) == 1
+
+
+def test_prefix_knows_what_engines_tell_and_what_is_on_its_way() -> None:
+    router = PrefixRoute()
+    loads = [EngineLoad(0, kv_blocks=100), EngineLoad(1, kv_blocks=100)]
+    for load in loads:
+        router.told(load.number, [], [], cleared=True)
+    asked = RoutedRequest(64, blocks=(1, 2, 3, 4))
+    router.placed(asked, 1)
+    assert router.matched(1, asked.blocks) == 4, "it is being computed there"
+    router.told(1, [1, 2, 3], [])
+    router.ended(asked, 1)
+    assert router.matched(1, asked.blocks) == 3, "the last one was never kept"
+    router.told(1, [], [2])
+    assert router.matched(1, asked.blocks) == 1
+    assert router.choose(asked, loads) == 1
+    router.told(1, [], [1])
+    loads[1].tokens = 1
+    assert router.choose(asked, loads) == 0, "what was evicted is no ground to go there"
+    router.told(1, [1, 2], [], cleared=True)
+    assert (router.matched(1, asked.blocks), router.num_held(1)) == (2, 2), "3 went with all that was before"
+
+
+def test_prefix_forgets_requests_that_ended_and_engines_that_are_gone() -> None:
+    router = PrefixRoute()
+    router.told(0, [], [], cleared=True)
+    one, two = RoutedRequest(32, blocks=(1, 2)), RoutedRequest(32, blocks=(1, 2, 3))
+    for asked in (one, two):
+        router.placed(asked, 0)
+    router.ended(one, 0)
+    router.ended(one, 0)
+    assert router.matched(0, (1, 2, 3)) == 3, "the second one needs them still"
+    router.ended(two, 0)
+    assert not any(router._coming.values())
+    assert not router._theirs
+    router.placed(one, 0)
+    router.gone(0)
+    router.ended(one, 0)
+    assert router.matched(0, one.blocks) == router.num_held(0) == 0
+    router.placed(one, 0)
+    assert router.matched(0, one.blocks) == 2, "a new engine that has not told yet: what was placed counts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.route import ROUTERS
 from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas
+from penstock.sim.routed import RoutedRuns, told_by
 from penstock.sim.result import SimResult
 from penstock.sim.service import SimulatedService
 from penstock.sim.specs import find_spec
@@ -133,3 +135,78 @@ def test_the_command() -> None:
     done = penstock(*args, "--disk-rates", "read=1e9")
     assert done.returncode == 1
     assert "--replicas" in done.stderr
+
+
+def skewed(seed: int, count: int = 160, rate: float = 20.0) -> Workload:
+    """One request in eight is twenty times as long, to read and to answer."""
+    rng, now_s, requests = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now_s += rng.expovariate(rate)
+        long = rng.random() < 1 / 8
+        requests.append(TimedRequest(now_s, 3200 if long else 160, 240 if long else 12))
+    return from_list("skewed", requests)
+
+
+def test_I10_least_kv_beats_round_robin_on_skewed_lengths() -> None:
+    """On one trace, by each of two seeds: requests wait less, and the worst of them much less."""
+    small = service(max_num_seqs=32, num_gpu_blocks_override=450)
+    for seed in range(2):
+        waits = {}
+        for router in ("round-robin", "least-kv"):
+            r = Replicas(small, 4, router=router).run(skewed(seed)).requests
+            assert len(r.arrival_s) == 160, "policies are compared on the same requests"
+            waits[router] = r.first_token_s - r.arrival_s
+        assert np.mean(waits["least-kv"]) < 0.6 * np.mean(waits["round-robin"])
+        assert np.percentile(waits["least-kv"], 95) < 0.75 * np.percentile(waits["round-robin"], 95)
+
+
+def conversations(seed: int, talks: int = 60, turns: int = 6) -> Workload:
+    """Each turn's prompt is all of the turns before and one piece more; talks take turns at random."""
+    rng, left, now_s, requests, next_piece = random.Random(seed), [turns] * talks, 0.0, [], talks
+    texts = [(0, talk + 1) for talk in range(talks)]  # a system prompt that all share, and a first word of each
+    while any(left):
+        talk = rng.choice([n for n in range(talks) if left[n]])
+        left[talk] -= 1
+        next_piece += 1
+        texts[talk] = (*texts[talk], next_piece)
+        now_s += rng.expovariate(12)
+        requests.append(TimedRequest(now_s, 64 * len(texts[talk]), 4, blocks=texts[talk]))
+    return from_list("talks", requests, block_tokens=64)
+
+
+def test_I10_a_prefix_router_finds_nearly_what_one_big_cache_would() -> None:
+    """Four engines whose memory is short of the load, and one of four times the memory; what they tell makes it so."""
+    load = conversations(1)
+    one = service(num_gpu_blocks_override=4 * 330).run(load).hits
+    hits = {name: Replicas(service(num_gpu_blocks_override=330), 4, router=name).run(load).hits["device"]
+            for name in ("prefix", "round-robin")}  # fmt: skip
+    assert hits["prefix"] >= 0.9 * one["device"]
+    assert hits["round-robin"] < 0.7 * one["device"]
+
+
+def test_I10_simulated_engines_tell_what_they_hold() -> None:
+    load, router = conversations(2, talks=20), ROUTERS.get("prefix")()
+    each = service(num_gpu_blocks_override=200)
+    told = told_by(each, router)
+    assert told is not None
+    group = Replicas(each, 2, router="prefix")
+    runs = [group._open(load, False, told) for _ in range(2)]
+    routed = RoutedRuns(router, runs, follows=True)
+    most = 0
+    for request in load:
+        for run in runs:
+            run.advance(request.arrival_s)
+        routed.offer(request)
+        for number, run in enumerate(runs):
+            recorder = run.core.kv.events
+            assert recorder is not None
+            assert router._held[number] == set(recorder._device.values())
+            most = max(most, router.num_held(number))
+    for run in runs:
+        run.advance(None)
+    routed._hear()
+    assert most > 150, "memory was full"
+    assert not any(router._coming.values())
+    assert not router._theirs
+    assert told_by(service(enable_prefix_caching=False), router) is None
+    assert told_by(each, ROUTERS.get("least-kv")()) is None

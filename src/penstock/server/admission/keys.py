@@ -34,7 +34,8 @@ ADMIN_PATHS = (
     "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/pause", "/resume", "/is_paused",
     "/get_weight_version",
 )  # fmt: skip
-"""Besides those below /admin/ and /v1/fine_tuning/."""
+ADMIN_BELOW = ("/admin/", "/v1/fine_tuning/", "/internal/replicas")
+"""How other paths for the admin key begin."""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 CHECK_S = 1.0
@@ -89,7 +90,7 @@ class Keys:
         is_open = path in OPEN_PATHS or path.startswith("/page/")
         if is_open and scope.get("method") in ("GET", "HEAD"):
             return ANYONE
-        if not (self.has_users or path.startswith(("/admin/", "/v1/fine_tuning/")) or path in ADMIN_PATHS):
+        if not (self.has_users or path.startswith(ADMIN_BELOW) or path in ADMIN_PATHS):
             return ANYONE
         if len(given) > 1:
             raise WireError(401, "Authorization and x-api-key show different keys; send one of them",

@@ -24,6 +24,7 @@ from penstock.core.messages import AGES_S
 from penstock.server.adapters import adapter_name
 from penstock.server.context import Server
 from penstock.server.distribution import Distribution
+from penstock.server.observation.replicas import REPLICA_COUNTERS, REPLICA_GAUGES, STATES, facts_of_all
 from penstock.server.observation.stats import GOOD, Stats
 
 if TYPE_CHECKING:
@@ -519,19 +520,19 @@ class Metrics(Collector):
 
     def _replicas(self) -> Iterator[Metric]:
         """Of each engine, where the model has several."""
-        replicas = self.server.client.replicas
-        if len(replicas) == 1:
+        client = self.server.client
+        if client.placing is None:
             return
-        for name, text, values in (
-            ("replica_up", "Whether the engine works.", [float(r.state == "ready") for r in replicas]),
-            ("replica_requests", "Requests that it has.", [len(r.streams) for r in replicas]),
-            ("replica_running", "Of them, those that run.", [r.snapshot.num_running for r in replicas]),
-            ("replica_kv_used_blocks", "Blocks that they hold.", [r.snapshot.kv_used for r in replicas]),
-        ):
-            yield from self._labelled(GaugeMetricFamily, name, text, ("replica",), dict(enumerate(values)))
-        restarts = {replica.number: replica.num_restarts for replica in replicas}
-        text = "Times that it had to be started again."
-        yield from self._labelled(CounterMetricFamily, "replica_restarts", text, ("replica",), restarts)
+        found = facts_of_all(self.server)
+        for name, text, value in REPLICA_GAUGES:
+            values = {one.number: float(value(one)) for one in found}
+            yield from self._labelled(GaugeMetricFamily, name, text, ("replica",), values)
+        text = "What state the engine is in: 1 for that."
+        states = {(one.number, state): float(one.state == state) for one in found for state in STATES}
+        yield from self._labelled(GaugeMetricFamily, "replica_state", text, ("replica", "state"), states)
+        for name, text, value in REPLICA_COUNTERS:
+            values = {one.number: float(value(one)) for one in found}
+            yield from self._labelled(CounterMetricFamily, name, text, ("replica",), values)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

@@ -50,6 +50,7 @@ export class EngineView {
     this.blocks(state.kv, engine.block_size);
     this.tree(state.prefix);
     this.tiers(state.tiers);
+    this.replicas(state.replicas);
     this.remember(state.history);
     this.charts(state.now_s);
     this.recent(state);
@@ -152,6 +153,20 @@ export class EngineView {
     if (lost.length) lines.push("blocks that could not be read: " + lost.join(", "));
     $("tiers-why").textContent = lines.join("; ");
     $("tiers-why").hidden = !lines.length;
+  }
+
+  // The engines behind the server, where it may have several.
+  replicas(engines) {
+    $("replicas-head").hidden = $("replicas-box").hidden = !engines.length;
+    const share = (part, of) => (of ? Math.round((100 * part) / of) + " %" : "–");
+    $("replicas").replaceChildren(...engines.map((e) => {
+      const row = element("tr");
+      const cells = [e.number, e.draining ? e.state + ", draining" : e.state, e.requests, e.running, e.waiting_tokens,
+        share(e.kv_used, e.kv_total), share(e.hit_tokens, e.query_tokens), e.generated_tokens, e.restarts];
+      row.append(...cells.map((c) => element("td", "", String(c))));
+      return row;
+    }));
+    $("replicas-note").textContent = `${engines.filter((e) => e.state === "ready").length} of ${engines.length} ready`;
   }
 
   remember(history) {

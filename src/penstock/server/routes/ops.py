@@ -16,6 +16,7 @@ from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
 from penstock.server.observation.metrics import draining, load_of, memory_of, models_shown, unread
+from penstock.server.observation.replicas import replicas_shown
 from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
@@ -123,6 +124,7 @@ async def state(request: Request) -> Response:
         "version": __version__,
         "model": server.model_name,
         "models": models_shown(server),
+        "replicas": replicas_shown(server),
         "chat": server.service.chat_template is not None,
         "sampling": shown_defaults(server),
         "state": client.state,
