@@ -203,6 +203,7 @@ class Metrics(Collector):
         yield from self._energy()
         yield from self._models()
         yield from self._replicas()
+        yield from self._autoscale()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
         text = "Quality of experience of finished streams: what was shown over what was expected, 0 to 1."
@@ -533,6 +534,14 @@ class Metrics(Collector):
         for name, text, value in REPLICA_COUNTERS:
             values = {one.number: float(value(one)) for one in found}
             yield from self._labelled(CounterMetricFamily, name, text, ("replica",), values)
+
+    def _autoscale(self) -> Iterator[Metric]:
+        scaling = self.server.parts.get("autoscale")
+        if scaling is None:
+            return
+        yield from self._gauge("autoscale_wanted_replicas", "Engines that autoscale wants.", scaling.wanted)
+        text = "What autoscale has done: up and down are decisions, failed are engines that did not start or end."
+        yield from self._labelled(CounterMetricFamily, "autoscale_decisions", text, ("kind",), scaling.counts)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

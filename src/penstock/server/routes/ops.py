@@ -17,6 +17,7 @@ from penstock.server.context import Server
 from penstock.server.errors import WireError
 from penstock.server.observation.metrics import draining, load_of, memory_of, models_shown, unread
 from penstock.server.observation.replicas import replicas_shown
+from penstock.server.scaling import autoscale_shown
 from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
@@ -125,6 +126,7 @@ async def state(request: Request) -> Response:
         "model": server.model_name,
         "models": models_shown(server),
         "replicas": replicas_shown(server),
+        "autoscale": autoscale_shown(server),
         "chat": server.service.chat_template is not None,
         "sampling": shown_defaults(server),
         "state": client.state,
