@@ -118,6 +118,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     knob, value, value before, why). `frozen`: it moves nothing now."""
     moves: list[tuple[float, str, Any, Any, str]] = []
     frozen: bool = False
+    leaving: bool = False
+    """It was told that it will be ended (SIGTERM), and runs nothing: whoever has others gives them what it has."""
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
 

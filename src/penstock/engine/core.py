@@ -84,6 +84,11 @@ class EngineCore:
             self._intake.extend(self.grower.rest(self.kv.backing, self.clock.now()))
 
     @property
+    def num_inflight(self) -> int:
+        """Steps that have begun and not been taken in."""
+        return len(self._inflight)
+
+    @property
     def has_work(self) -> bool:
         waits = self.groups or self.kv.swaps.loads or self.kv.orders_wait or self.swapping.order
         return bool(self._intake or self._inflight or waits)

@@ -81,6 +81,7 @@ def main(argv: list[str]) -> int:
     loop.spare = loaded.spare
     loop.block_news = None if loaded.engine.followed is None else loaded.engine.followed.news
     inbox.deliver(loop)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(loop, "notice", True))
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
