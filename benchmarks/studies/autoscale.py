@@ -39,8 +39,8 @@ from penstock.sim.workload import Workload
 
 DAY = "synthetic:daily?rate=10&peak=19.6&period=1200&requests=12000&prompt=200&output=40&prompt_cv=1&output_cv=1"
 SLO = Slo(ttft_s=2.0, tpot_s=0.15)
-FIXED = (3, 4, 5, 6, 8)
-TARGETS = (4, 6)
+FIXED = (3, 4, 5, 6)
+TARGETS = (8, 10, 12)
 MOST = 12
 NAMES = ("fixed", "reactive", "predictive")
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import save, show
 from rich.console import Console
 
-from penstock.plan.device_map import Layout, ModelContext, ModelPlace, device_map, layouts, moved_bytes
+from penstock.plan.device_map import ModelContext, ModelLayout, ModelPlace, device_map, layouts, moved_bytes
 
 LAYERS, HEADS, LEAST, MOST = 32, 8, 3, 12
 LAYER_BYTES = 440_000_000
@@ -26,11 +26,11 @@ KV_BYTES = 60_000_000
 EVENTS = 40
 
 
-def best(num_devices: int) -> Layout:
+def best(num_devices: int) -> ModelLayout:
     return max(layouts(num_devices, LAYERS, HEADS, LEAST), key=lambda one: (one.copies, -one.stages))
 
 
-def placed(chosen: list[int], count: int, layout: Layout) -> list[ModelPlace | None]:
+def placed(chosen: list[int], count: int, layout: ModelLayout) -> list[ModelPlace | None]:
     held: list[ModelPlace | None] = [None] * count
     for device, place in zip(chosen, layout.places, strict=True):
         held[device] = place

@@ -15,11 +15,11 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.replica import Replica
 from penstock.engine.stream import Stream
 from tests.engine.processes import Running, replicated, within
-from tests.engine.test_membership import QUICK, calm_texts, texts
+from tests.engine.test_membership import QUICK, begun, calm_texts, started, texts
 from tests.engine.test_replicas import PROMPTS, kill
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines are told and killed by signals")
-ROUNDS = int(os.environ.get("PENSTOCK_PREEMPTIONS", "3"))
+ROUNDS = int(os.environ.get("PENSTOCK_REPLICA_KILLS", "3"))
 LENGTH = 90
 
 
@@ -50,7 +50,7 @@ async def idle_since(engine: Running, replica: Replica) -> None:
 
 @within(120 + 20 * ROUNDS)
 async def test_I01_what_an_engine_has_goes_on_at_once_and_no_token_is_lost() -> None:
-    """At random steps; the engine is killed when it has nothing left, as a machine is at the end of its grace period."""
+    """At random steps; the engine is killed once it has nothing left, as a machine is at the end of its notice."""
     rng, want = random.Random(5), None
     async with replicated(2, "least-requests", **QUICK) as engine:
         client = engine.client
@@ -59,7 +59,7 @@ async def test_I01_what_an_engine_has_goes_on_at_once_and_no_token_is_lost() -> 
             streams = long_ones(engine, f"wild{turn}-")
             whom, least = client.replicas[rng.randrange(2)], rng.randrange(1, LENGTH // 2)
             tasks = [asyncio.create_task(stream.result()) for stream in streams]
-            await engine.until(lambda least=least: min(len(s.output.outputs[0].token_ids) for s in streams) >= least)
+            await started(engine, streams, least)
             had = [s for s in streams if s.replica is whom and not s.ended]
             await told(engine, whom)
             assert not client.unfinished(whom), "all of it is with others already"
@@ -85,8 +85,6 @@ async def test_I01_without_another_engine_it_works_until_it_is_killed() -> None:
     """Also if all are told at once, as by a service manager that means the server."""
     want = await calm_texts()
     async with replicated(2, "round-robin", **QUICK) as engine:
-        from tests.engine.test_membership import begun, started
-
         streams = begun(engine, "a")
         await started(engine, streams, 1)
         for replica in engine.client.replicas:

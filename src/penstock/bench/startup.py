@@ -116,8 +116,6 @@ def measure(
 def medians(starts: Sequence[EngineStart]) -> dict[str, float]:
     """Seconds of every part, in order, and "ready" last: from the order to the word."""
     names = dict.fromkeys(name for start in starts for name, _ in start.parts)
-    each = {
-        name: [sum(took_s for part, took_s in start.parts if part == name) for start in starts] for name in names
-    }
+    each = {name: [sum(took_s for part, took_s in start.parts if part == name) for start in starts] for name in names}
     found = {name: statistics.median(values) for name, values in each.items()}
     return found | {"in all": statistics.median(start.ready_s for start in starts)}

@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(roofline, model_positional=True)
     presets = kinds.add_parser("presets", allow_abbrev=False, help="what other systems' parts do on one workload")
     bench_presets.add_arguments(presets)
-    startup = kinds.add_parser("startup", allow_abbrev=False, help="how soon an engine is ready, and what takes how long")
+    startup = kinds.add_parser(
+        "startup", allow_abbrev=False, help="how soon an engine is ready, and what takes how long"
+    )
     bench_startup.add_arguments(startup)
 
 

@@ -127,7 +127,9 @@ def _check_autoscale(args: argparse.Namespace) -> None:
         least, most = args.replicas
         ScaledReplicas(None, args.autoscale, least, most).check()  # type: ignore[arg-type]
         if args.find_rate is not None:
-            raise InputError("--find-rate is of a number of engines that stays; leave --autoscale away", param="find_rate")
+            raise InputError(
+                "--find-rate is of a number of engines that stays; leave --autoscale away", param="find_rate"
+            )
 
 
 def sim(args: argparse.Namespace) -> int:
@@ -331,10 +333,17 @@ def _run(service: SimulatedService, workload: Workload, args: argparse.Namespace
         "kv_offload": config.cache.kv_offload,
         "replicas": "{}..{}".format(*args.replicas) if scaled else args.replicas or 1,
         "router": args.router if args.replicas else "none",
-        **({} if scaled is None else {
-            "autoscale": args.autoscale, "start, s": args.start_s, "replica-seconds": f"{scaled.replica_s:,.0f}",
-            "engines at once": scaled.most, "times scaled": len(scaled.steps),
-        }),
+        **(
+            {}
+            if scaled is None
+            else {
+                "autoscale": args.autoscale,
+                "start, s": args.start_s,
+                "replica-seconds": f"{scaled.replica_s:,.0f}",
+                "engines at once": scaled.most,
+                "times scaled": len(scaled.steps),
+            }
+        ),
         "steps in flight": config.execution.depth,
     }
     return replace(result, settings=settings, decisions=plan.decisions)

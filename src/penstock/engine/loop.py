@@ -161,7 +161,7 @@ class EngineLoop:
             self._box.beat(core.has_work)
             if len(self._handles) > 2 * len(core.groups) + _SPARE_HANDLES:
                 self._handles = {name: self._handles[name] for name in core.groups if name in self._handles}
-            if self._noticed and not self._leaving and not core.num_inflight:
+            if self._noticed and not self._leaving and not core.inflight:
                 self._leaving = True  # with this message all is told that was computed
                 self._tell(outputs, step_s, 0.0)
                 continue

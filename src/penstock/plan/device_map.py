@@ -18,7 +18,7 @@ from itertools import product
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """So many copies of the model, each of `stages` with `shards` devices; `layers` are shared out evenly."""
 
     copies: int
@@ -41,7 +41,7 @@ class Layout:
 class ModelPlace:
     """One device's part of a layout: shard `shard` of every layer of a stage, for the requests of one copy."""
 
-    layout: Layout
+    layout: ModelLayout
     copy: int
     stage: int
     shard: int
@@ -128,7 +128,7 @@ def assignment(weights: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def device_map(held: Sequence[ModelPlace | None], layout: Layout, context: ModelContext) -> list[int]:
+def device_map(held: Sequence[ModelPlace | None], layout: ModelLayout, context: ModelContext) -> list[int]:
     """Of each place of `layout` the device. `held[d]`: what device d had; None: it is new, and has nothing."""
     places = layout.places
     weights = [[0 if old is None else context.reused(old, place) for old in held] for place in places]
@@ -136,7 +136,7 @@ def device_map(held: Sequence[ModelPlace | None], layout: Layout, context: Model
 
 
 def moved_bytes(
-    chosen: Sequence[int], held: Sequence[ModelPlace | None], layout: Layout, context: ModelContext
+    chosen: Sequence[int], held: Sequence[ModelPlace | None], layout: ModelLayout, context: ModelContext
 ) -> int:  # fmt: skip
     """That have to be fetched where device `chosen[k]` takes the k-th place."""
     total = 0
@@ -146,7 +146,7 @@ def moved_bytes(
     return total
 
 
-def layouts(num_devices: int, layers: int, heads: int, least_parts: int) -> list[Layout]:
+def layouts(num_devices: int, layers: int, heads: int, least_parts: int) -> list[ModelLayout]:
     """All that fit: copies of `least_parts` devices or more (less has no room for the model), shards that divide the
     heads."""
     found = []
@@ -154,5 +154,5 @@ def layouts(num_devices: int, layers: int, heads: int, least_parts: int) -> list
         for stages in range(1, layers + 1):
             parts = stages * shards
             if least_parts <= parts <= num_devices:
-                found.append(Layout(num_devices // parts, stages, shards, layers))
+                found.append(ModelLayout(num_devices // parts, stages, shards, layers))
     return found

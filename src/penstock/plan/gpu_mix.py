@@ -21,8 +21,8 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class MixBucket:
-    """`load[type]`: millionths of a machine of that type that one slice keeps busy; a type that is not named cannot serve
-    it in time. `slices`: how many there are."""
+    """`load[type]`: millionths of a machine of that type that one slice keeps busy; a type that is not named cannot
+    serve it in time. `slices`: how many there are."""
 
     load: Mapping[str, int]
     slices: int = 1
@@ -64,7 +64,9 @@ def _floor(bucket: MixBucket, prices: Mapping[str, int]) -> int:
     return bucket.slices * min(prices[name] * load for name, load in bucket.load.items() if name in prices)
 
 
-def _alone(buckets: Sequence[MixBucket], prices: Mapping[str, int], name: str) -> tuple[int, list[dict[str, int]] | None]:
+def _alone(
+    buckets: Sequence[MixBucket], prices: Mapping[str, int], name: str
+) -> tuple[int, list[dict[str, int]] | None]:
     """The cost of one type for everything, which is where the search begins; more than anything if it cannot."""
     if any(name not in bucket.load for bucket in buckets):
         return 1 << 200, None

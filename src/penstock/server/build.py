@@ -20,8 +20,8 @@ from penstock.server.batches import files, runner
 from penstock.server.context import Server
 from penstock.server.observation import energy, loop_watch, metrics, request_log, traces
 from penstock.server.responses import store
-from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.scaling import add_scaling, check_autoscale
+from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.turns import grammars
 
 log = logging.getLogger("penstock.server")

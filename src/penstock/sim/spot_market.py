@@ -1,7 +1,7 @@
 """Engines on machines that may be taken away, spread over zones, with others that stay when those are short.
 
-Source: SkyServe (SpotHedge), Mao et al., EuroSys 2025, arXiv 2411.01438, section 3: spot engines go to zones that have not taken
-any away lately, more of them run than are needed, and machines on demand stand in for those that are missing.
+Source: SkyServe (SpotHedge), Mao et al., EuroSys 2025, arXiv 2411.01438, section 3: spot engines go to zones that have
+not taken any away lately, more of them run than are needed, and machines on demand stand in for those that are missing.
 
 Time goes in steps (a minute, say). Whole numbers, and one seeded market.
 """

@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 
 from penstock.plan.device_map import (
-    Layout,
     ModelContext,
+    ModelLayout,
     ModelPlace,
     assignment,
     device_map,
@@ -30,7 +30,7 @@ def test_I01_the_assignment_is_the_best_of_all(seed: int) -> None:
     assert sum(weights[r][c] for r, c in enumerate(found)) == best
 
 
-def change(rng: random.Random) -> tuple[list[ModelPlace | None], Layout, ModelContext]:
+def change(rng: random.Random) -> tuple[list[ModelPlace | None], ModelLayout, ModelContext]:
     """Machines leave or come, and the model is laid out anew on those that are there."""
     before = rng.choice(layouts(rng.randrange(2, 8), 12, 4, 2))
     held: list[ModelPlace | None] = list(before.places)
@@ -59,7 +59,7 @@ def test_I01_no_map_of_devices_moves_fewer_bytes_and_the_naive_one_never_does(se
 
 
 def test_I01_who_stays_moves_nothing_where_nothing_changes() -> None:
-    layout = Layout(2, 2, 2, 12)
+    layout = ModelLayout(2, 2, 2, 12)
     held: list[ModelPlace | None] = list(layout.places)
     random.Random(3).shuffle(held)
     context = ModelContext(1200, [480, 960])
@@ -71,7 +71,7 @@ def test_I01_who_stays_moves_nothing_where_nothing_changes() -> None:
 
 def test_I01_what_a_place_has_of_another_is_counted_by_hand() -> None:
     """Two stages of two shards become one stage of four: half of the layers, and half of each half or nothing."""
-    old, new = Layout(1, 2, 2, 12), Layout(1, 1, 4, 12)
+    old, new = ModelLayout(1, 2, 2, 12), ModelLayout(1, 1, 4, 12)
     context = ModelContext(400, [80])
     first = ModelPlace(old, 0, 0, 0)  # layers 0 to 5, bytes 0 to 199 of weights and 0 to 39 of keys and values
     assert [context.reused(first, place) for place in new.places] == [6 * 120, 6 * 120, 0, 0]
@@ -81,10 +81,10 @@ def test_I01_what_a_place_has_of_another_is_counted_by_hand() -> None:
 
 
 def test_I01_a_new_device_has_nothing_and_keys_go_where_their_requests_go() -> None:
-    layout = Layout(1, 1, 1, 4)
+    layout = ModelLayout(1, 1, 1, 4)
     context = ModelContext(100, [40, 8])  # of two copies, which become one
     assert moved_bytes([0], [None], layout, context) == 4 * 148
-    both = Layout(2, 1, 1, 4).places
+    both = ModelLayout(2, 1, 1, 4).places
     assert device_map([both[1], both[0]], layout, context) == [1], "who has more of the keys and values"
     assert moved_bytes([1], [both[1], both[0]], layout, context) == 4 * 8
 

@@ -71,6 +71,7 @@ def test_I09_no_scaler_goes_beyond_the_bounds_and_equal_views_get_equal_answers(
 
 def test_I09_a_rise_that_goes_on_is_answered_before_it_is_there() -> None:
     """Arrivals grow by one request per second every ten seconds; what is there grows with them."""
+
     def first_two(name: str) -> int:
         scaler, view = make_scaler(name), FleetView(0, 1, most=4, start_us=60 * S)
         for second in range(1, 400):

@@ -15,8 +15,8 @@ from penstock.route import ROUTERS
 from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas, open_run
-from penstock.sim.routed import RoutedRuns, told_by
 from penstock.sim.result import SimResult
+from penstock.sim.routed import RoutedRuns, told_by
 from penstock.sim.service import SimulatedService
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
@@ -189,7 +189,6 @@ def test_I10_simulated_engines_tell_what_they_hold() -> None:
     each = service(num_gpu_blocks_override=200)
     told = told_by(each, router)
     assert told is not None
-    group = Replicas(each, 2, router="prefix")
     runs = [open_run(each, load, False, told) for _ in range(2)]
     routed = RoutedRuns(router, runs, follows=True)
     most = 0

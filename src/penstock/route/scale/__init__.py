@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.base.errors import ConfigError
 from penstock.base.knobs import knobs
 from penstock.base.registry import Registry
 from penstock.route.scale.scaler import Scaler
