@@ -468,7 +468,7 @@ def test_A12_tokens_are_those_of_the_naive_loop(model: str, depth: int) -> None:
                 gone.add(name := rng.choice(sorted(core.groups)))
                 core.add(Abort(request_id=name))
             collector.take(core.step())
-            assert not batch or all(len(rows) <= batch for _, rows in core._inflight)
+            assert not batch or all(len(rows) <= batch for _, rows in core.inflight)
             if not todo and not core.has_work:
                 break
         assert_idle(core)

@@ -28,7 +28,7 @@ def promised_steps(core: Any, collector: Collector) -> int:
     def spy(output: Any) -> None:
         nonlocal count
         before = {
-            row.seq_id: row.start + row.num_tokens for step, _ in list(core._inflight)[:-1] for row in step.scheduled
+            row.seq_id: row.start + row.num_tokens for step, _ in list(core.inflight)[:-1] for row in step.scheduled
         }
         count += any(before.get(row.seq_id) == row.start for row in output.scheduled)
         submit(output)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.cli import bench_mlperf, bench_presets, bench_serve, bench_server
+from penstock.cli import bench_mlperf, bench_presets, bench_serve, bench_server, bench_startup
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(roofline, model_positional=True)
     presets = kinds.add_parser("presets", allow_abbrev=False, help="what other systems' parts do on one workload")
     bench_presets.add_arguments(presets)
+    startup = kinds.add_parser(
+        "startup", allow_abbrev=False, help="how soon an engine is ready, and what takes how long"
+    )
+    bench_startup.add_arguments(startup)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -59,6 +63,8 @@ def bench(args: argparse.Namespace) -> int:
         return asyncio.run(bench_mlperf.mlperf(args))
     if args.bench == "presets":
         return bench_presets.presets(args)
+    if args.bench == "startup":
+        return bench_startup.startup(args)
     return {"latency": _latency, "throughput": _throughput, "roofline": _roofline}[args.bench](args)
 
 

@@ -15,6 +15,7 @@ from penstock.cli.sim_output import Bar, check_folders, write
 from penstock.cli.sim_workload import DEFAULT_SPEC, add_workload, count, find_model, positive, share, workload_of
 
 if TYPE_CHECKING:
+    from penstock.sim.autoscale import ScaledRun
     from penstock.sim.metrics import Slo
     from penstock.sim.result import Charges, SimResult
     from penstock.sim.service import SimulatedService
@@ -88,13 +89,47 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     from penstock.route import ROUTERS  # nobody else of the command line needs it
 
     group = parser.add_argument_group("several engines")
-    group.add_argument("--replicas", type=count, metavar="N", help="so many engines behind a router")
+    group.add_argument(
+        "--replicas", type=replicas, metavar="N|LEAST..MOST",
+        help="so many engines behind a router; from LEAST to MOST, with --autoscale",
+    )  # fmt: skip
+    group.add_argument(
+        "--autoscale", metavar="NAME",
+        help="adds and removes engines, as --autoscale of a server: fixed, reactive, predictive, with knobs "
+        "(reactive:target=12,down_s=120)",
+    )  # fmt: skip
+    group.add_argument(
+        "--start-s", type=positive, default=20.0, metavar="S", help="from an engine's order to ready (default: 20)"
+    )
     group.add_argument(
         "--router", choices=ROUTERS.names(), default="round-robin",
         help="who gets a request, as --route-policy of a server (default: round-robin). All others look at the loads "
         "of engines, for which these run in one process",
     )  # fmt: skip
     group.add_argument("--processes", type=count, metavar="N", help="that simulate (default: one for each core)")
+
+
+def replicas(text: str) -> int | tuple[int, int]:
+    """`4`, or `1..8`."""
+    least, dots, most = text.partition("..")
+    return (count(least), count(most)) if dots else count(text)
+
+
+def _check_autoscale(args: argparse.Namespace) -> None:
+    """Raises InputError, ConfigError."""
+    from penstock.base.errors import InputError
+
+    if isinstance(args.replicas, tuple) != (args.autoscale is not None):
+        raise InputError("--autoscale goes with a range, for example --replicas 1..8", param="autoscale")
+    if isinstance(args.replicas, tuple):
+        from penstock.sim.autoscale import ScaledReplicas
+
+        least, most = args.replicas
+        ScaledReplicas(None, args.autoscale, least, most).check()  # type: ignore[arg-type]
+        if args.find_rate is not None:
+            raise InputError(
+                "--find-rate is of a number of engines that stays; leave --autoscale away", param="find_rate"
+            )
 
 
 def sim(args: argparse.Namespace) -> int:
@@ -114,6 +149,7 @@ def sim(args: argparse.Namespace) -> int:
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
     if args.replicas is not None and args.disk_rates is not None:
         raise InputError("--disk-rates is of one engine's folder; leave it away with --replicas", param="replicas")
+    _check_autoscale(args)
     bill = _bill(args)
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = _planned(args)
@@ -238,6 +274,21 @@ def _labelled(key: str, value: Any) -> str:
     return str(value) if isinstance(value, str) else f"{short.get(key, key.replace('_', ' '))} {value}"
 
 
+def _run_scaled_fleet(
+    service: SimulatedService, workload: Workload, args: argparse.Namespace, bar: Bar
+) -> tuple[SimResult, ScaledRun]:
+    """Prints every step that the scaler took."""
+    from penstock.sim.autoscale import ScaledReplicas
+
+    least, most = args.replicas
+    fleet = ScaledReplicas(service, args.autoscale, least, most, args.start_s, router=args.router)
+    scaled = fleet.run(workload, truncate=args.truncate, progress=bar.show)
+    for step in scaled.steps:
+        print(f"{step.at_s:10.0f} s: {step.had} -> {step.wanted} engines: {step.why}")
+    print(f"{scaled.replica_s:,.0f} replica-seconds, {scaled.most} engines at once, in {service.label}")
+    return scaled.result, scaled
+
+
 def _run(service: SimulatedService, workload: Workload, args: argparse.Namespace) -> SimResult:
     from dataclasses import replace
 
@@ -250,7 +301,10 @@ def _run(service: SimulatedService, workload: Workload, args: argparse.Namespace
     config, plan = service.config, service.plan
     folder = None if args.disk_rates is None else SimFolder(parse_rates(args.disk_rates))
     with Bar(service.label, workload.num_requests) as bar:
-        if args.replicas is None:
+        scaled = None
+        if isinstance(args.replicas, tuple):
+            result, scaled = _run_scaled_fleet(service, workload, args, bar)
+        elif args.replicas is None:
             result = service.run(workload, truncate=args.truncate, folder=folder, progress=bar.show)
         else:
             group = Replicas(service, args.replicas, args.router, args.processes or probe().num_cores)
@@ -277,8 +331,19 @@ def _run(service: SimulatedService, workload: Workload, args: argparse.Namespace
         "preemption_mode": config.scheduler.preemption_mode,
         "swap_space, GiB": config.cache.swap_space,
         "kv_offload": config.cache.kv_offload,
-        "replicas": args.replicas or 1,
+        "replicas": "{}..{}".format(*args.replicas) if scaled else args.replicas or 1,
         "router": args.router if args.replicas else "none",
+        **(
+            {}
+            if scaled is None
+            else {
+                "autoscale": args.autoscale,
+                "start, s": args.start_s,
+                "replica-seconds": f"{scaled.replica_s:,.0f}",
+                "engines at once": scaled.most,
+                "times scaled": len(scaled.steps),
+            }
+        ),
         "steps in flight": config.execution.depth,
     }
     return replace(result, settings=settings, decisions=plan.decisions)

@@ -62,7 +62,8 @@ def add_workload(parser: argparse.ArgumentParser) -> Any:
     load.add_argument(
         "--arrivals",
         metavar="PROCESS",
-        help="other arrival times: poisson:rate=2, gamma:rate=2,cv=3, constant:rate=1, bursts:rate=2,on=5,off=20",
+        help="other arrival times: poisson:rate=2, gamma:rate=2,cv=3, constant:rate=1, bursts:rate=2,on=5,off=20, "
+        "daily:rate=2,peak=4,period=86400",
     )
     load.add_argument(
         "--sim-seed", type=int, default=0, metavar="N", help="seed of made-up times and lengths (default: 0)"

@@ -50,6 +50,17 @@ class ServerConfig(Section):
         "Requests that run or wait move between engines (data_parallel_size) where that makes room for those who wait; "
         "keys and values go by kv_offload.",
     )
+    autoscale: str | None = setting(
+        None,
+        "Adds and removes engines with the load, from min_replicas to max_replicas: reactive (by requests in flight), "
+        "predictive (by those expected when an engine has started), fixed; with knobs: reactive:target=12,down_s=120.",
+    )
+    min_replicas: int | None = setting(
+        None,
+        "Engines that autoscale leaves at least; by default data_parallel_size, with which the server begins.",
+        minimum=1,
+        maximum=64,
+    )
     models_memory: float | None = setting(
         None,
         "GiB that several models may take together, weights and KV (by default, what is free at the start). Who has "

@@ -42,6 +42,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     packed_file: str = ""
     """See `Executor.packed_file`."""
     load_s: float = 0.0
+    start_parts: list[tuple[str, float]] = []
+    """(what, seconds) of its start, one after the other, from the process's beginning to ready; empty in a thread."""
     alone_s: list[tuple[int, float]] = []
     """(tokens, seconds) of prompts that are computed alone, as the cost model has it: before anything is measured."""
     drafts: bool = False
@@ -116,6 +118,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     knob, value, value before, why). `frozen`: it moves nothing now."""
     moves: list[tuple[float, str, Any, Any, str]] = []
     frozen: bool = False
+    leaving: bool = False
+    """It was told that it will be ended (SIGTERM), and runs nothing: whoever has others gives them what it has."""
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
 

@@ -62,11 +62,11 @@ class EngineCore:
         self._intake: deque[Intake | MachineNews] = deque()
         self.watch: Callable[[Collection[Request]], None] | None = None
         """Told of the requests in flight, just before a step that adds to them is submitted."""
-        self._inflight: deque[InFlight] = deque()
+        self.inflight: deque[InFlight] = deque()
         self._emitted: list[EngineOutput] = []
         self.commit = Commit(scheduler, kv, self.groups, self._sequences, self.new_sequence, self._emitted)
         self._next_seq_id = 0
-        self._entry, self._next_step = Entry(self.commit, self.new_sequence, executor, self._inflight), 0
+        self._entry, self._next_step = Entry(self.commit, self.new_sequence, executor, self.inflight), 0
         self.swapping, self.knobs, self.moves = self._entry.swapping, self._entry.knobs, self._entry.moves
 
     def add(self, item: Intake | MachineNews) -> None:
@@ -86,7 +86,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         waits = self.groups or self.kv.swaps.loads or self.kv.orders_wait or self.swapping.order
-        return bool(self._intake or self._inflight or waits)
+        return bool(self._intake or self.inflight or waits)
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration and return its news. Raises what the executor raises."""
@@ -97,13 +97,13 @@ class EngineCore:
         while self._intake:
             self._take(self._intake.popleft())
         self._entry.settle()
-        while len(self._inflight) < self.executor.depth:
-            output = self.scheduler.schedule(self._next_step, idle=not self._inflight, now_s=now_s)
+        while len(self.inflight) < self.executor.depth:
+            output = self.scheduler.schedule(self._next_step, idle=not self.inflight, now_s=now_s)
             if output is None:
                 break
             self._submit(output, now_s)
-        if self._inflight:
-            output, rows = self._inflight.popleft()
+        if self.inflight:
+            output, rows = self.inflight.popleft()
             result = self.executor.collect()
             if self.recorder is not None:
                 self.recorder.collected(result)
@@ -139,9 +139,9 @@ class EngineCore:
             self.recorder.submitted(output)
         self._next_step += 1
         self.kv.submitted(output.step)
-        self._inflight.append((output, rows))
+        self.inflight.append((output, rows))
         if self.watch is not None:
-            self.watch({id(s.request): s.request for _, rows in self._inflight for s, _, _ in rows}.values())
+            self.watch({id(s.request): s.request for _, rows in self.inflight for s, _, _ in rows}.values())
         self.executor.submit(output)
 
     # -- intake --------------------------------------------------------------------------------------------------

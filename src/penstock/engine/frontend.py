@@ -178,6 +178,21 @@ class EngineClient:
         """Others go on with all that it has, if there are any: with the same tokens."""
         self._move(replica, list(replica.streams.values()))
 
+    def leave_soon(self, replica: Replica) -> None:
+        """Its engine will be killed (a machine that is taken away says so before), and has told all that it computed:
+        others go on at once with what it has. Without others it works for as long as it may."""
+        replica.noticed = True
+        others = [one for one in self.replicas_open if one is not replica and one.state == "ready"]
+        log.warning(
+            "engine %d is to be ended: %s", replica.number,
+            f"{len(replica.streams)} requests go on with others" if others else "no other is ready, so it works on",
+        )  # fmt: skip
+        if others:
+            replica.draining = True
+            self.move_all(replica)
+        if not self.paused:
+            replica.link.send([Control(kind="go_on")])
+
     def lost_cache(self, replica: Replica) -> None:
         """Its engine has been ended: nothing that was cached there is."""
         if self._placing is not None:

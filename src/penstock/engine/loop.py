@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.base.errors import InputError
 from penstock.core.messages import EngineSnapshot, Outputs
 from penstock.core.output import EngineOutput
@@ -101,6 +103,9 @@ class EngineLoop:
         """What a router of the front end follows."""
         self._snapshot_s = core.clock.now()
         core.watch = self._watch
+        self.notice = False
+        """Set, by a signal's handler perhaps, when this process is to be ended soon."""
+        self._noticed = self._leaving = False
 
     def send(self, items: Sequence[Intake]) -> None:
         self._enqueue(self._preparation.sift(items, self._enqueue))
@@ -132,6 +137,9 @@ class EngineLoop:
         core = self.core
         self._box.beat(False)
         while not self._stop:
+            if self.notice and not self._noticed:
+                self._noticed = True
+                self._enqueue([Control(kind="hold")])
             items = self._next()
             if not items and not core.has_work:
                 self._box.beat(False)
@@ -153,6 +161,10 @@ class EngineLoop:
             self._box.beat(core.has_work)
             if len(self._handles) > 2 * len(core.groups) + _SPARE_HANDLES:
                 self._handles = {name: self._handles[name] for name in core.groups if name in self._handles}
+            if self._noticed and not self._leaving and not core.inflight:
+                self._leaving = True  # with this message all is told that was computed
+                self._tell(outputs, step_s, 0.0)
+                continue
             self._tell(outputs, step_s, SNAPSHOT_S if core.has_work else 0.0)
             if self.spare is not None and core.has_work:
                 self.spare.between(step_s)
@@ -209,6 +221,8 @@ class EngineLoop:
         if now - self._snapshot_s >= every_s:
             memory = self._memory() if self._memory is not None else None
             fresh, self._snapshot_s = snapshot_of(self.core, step_s, memory), now
+            if self._leaving:
+                fresh = msgspec.structs.replace(fresh, leaving=True)
             if self.spare is not None:
                 fresh.counters.update(self.spare.counters())
         blocks = None if self.block_news is None else self.block_news.take()

@@ -40,6 +40,8 @@ class ReplicaOwner(Protocol):
 
     def given(self, replica: Replica, request: Request) -> Request: ...
 
+    def leave_soon(self, replica: Replica) -> None: ...
+
 
 class Placing(Protocol):
     """Chooses between replicas, and counts what each has; `placement.EnginePlacement` is one."""
@@ -88,6 +90,8 @@ class Replica:
         """It is given nothing new."""
         self.leaving: dict[str, str] = {}
         """Requests that were moved away while the engine lives; what it says of them before this fence is nobody's."""
+        self.noticed = False
+        """Its engine's process was told that it will be ended."""
         self.info: EngineInfo | None = None
         self.since_s = 0.0
         """When its engine was ready, on the client's clock."""
@@ -99,6 +103,8 @@ class Replica:
         self._owner.info, self.info, self.epoch = info, info, epoch
         self.since_s = self._owner.clock.now()
         self.leaving.clear()
+        if self.noticed:
+            self.noticed = self.draining = False
         self._before = _added([self._before, self.snapshot.counters])
         self.snapshot = EngineSnapshot()
         self.num_restarts += self.state == "restarting"
@@ -152,6 +158,8 @@ class Replica:
     def on_outputs(self, message: Outputs) -> None:
         if message.epoch == self.epoch:
             self._owner.take_in(self, message)
+            if message.snapshot is not None and message.snapshot.leaving and not self.noticed:
+                self._owner.leave_soon(self)
 
 
 _LARGEST = ("time_s", "step", "step_s", "prefill_token_s")

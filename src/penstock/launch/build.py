@@ -15,6 +15,7 @@ import msgspec
 from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import ConfigError
+from penstock.base.spans import Spans
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -89,12 +90,14 @@ def start(
     serving: bool = False,
     box: BlackBox | None = None,
     block_secret: bytes = b"",
+    spans: Spans | None = None,
 ) -> Engine:
     """Open the model, plan, load the weights and assemble the engine.
 
     `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`); a front end has the tokenizer,
     and the engine reads one only if a part of it does (a drafter, a selector, the first grammar). `box`: where the
-    model counts its operations. `block_secret`: a router follows which blocks are held (`Engine.followed`).
+    model counts its operations. `block_secret`: a router follows which blocks are held (`Engine.followed`). `spans`: is
+    told what the time goes to.
 
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
@@ -118,6 +121,7 @@ def _start(
     block_secret: bytes,
 ) -> Engine:  # fmt: skip
     check_names(config)
+    spans = spans or Spans()
     if config.execution.most_replicas > 1 and not serving:
         field = config.execution.replicas_field
         raise ConfigError(f"{field}: a program has one engine of its own; penstock serve has several", field=field)
@@ -150,6 +154,7 @@ def _start(
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
     )  # fmt: skip
+    spans.end("model's files opened, planned")
     # A server's front reads text itself: its engine reads a tokenizer only if a part of it needs one. A large
     # vocabulary is 40 MB and half a second.
     needed = not serving or config.speculation is not None or config.selection is not None
@@ -175,7 +180,7 @@ def _start(
         config,
         plan,
         rank,
-        partial(build_rank, files=replace(files, draft_models=draft_models), clock=clock),
+        partial(build_rank, files=replace(files, draft_models=draft_models), clock=clock, spans=spans),
         clock,
         loading=progress,
         box=box,
@@ -184,6 +189,7 @@ def _start(
         store=store,
         events=followed or events,
     )
+    spans.end("KV memory, scheduler")
     limits = _limits(config, checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:

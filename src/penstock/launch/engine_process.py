@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import msgspec
 
 from penstock.base.errors import ModelError, RankGoneError
 from penstock.base.memory import trim
+from penstock.base.spans import Spans, process_began_s, told
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
 from penstock.core.protocols import Executor
@@ -51,9 +53,12 @@ def main(argv: list[str]) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     sock.set_inheritable(False)
     box = BlackBox.attach(int(argv[1]))
+    spans = Spans(process_began_s())
+    spans.end("process and imports")
     hello = greet(sock)
     if hello is None:
         return EXIT_OTHER_BUILD
+    spans.end("greeting")
     log = child.open_log(hello.config.get("log_file"))
     speaker = Speaker(sock)
     inbox = Inbox(sock)
@@ -64,7 +69,7 @@ def main(argv: list[str]) -> int:
         faults.move = box.progress
         BlockFiles.trouble = staticmethod(faults.at_store)  # type: ignore[method-assign]
         faults.at("load")
-        loaded = load(hello, speaker, box)
+        loaded = load(hello, speaker, box, spans)
         if hello.weights is not None:
             take_up(loaded.core, hello.weights)
     except Exception as error:
@@ -76,6 +81,7 @@ def main(argv: list[str]) -> int:
     loop.spare = loaded.spare
     loop.block_news = None if loaded.engine.followed is None else loaded.engine.followed.news
     inbox.deliver(loop)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(loop, "notice", True))
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
@@ -83,7 +89,9 @@ def main(argv: list[str]) -> int:
     try:
         if hello.epoch:
             loop.try_out()
-        speaker.say(Ready(hello.epoch, loaded.info))
+        spans.end("ready")
+        logging.getLogger("penstock.engine").info("started in %.2f s: %s", spans.total_s, told(spans.parts))
+        speaker.say(Ready(hello.epoch, msgspec.structs.replace(loaded.info, start_parts=spans.parts)))
         loop.run()
     except BaseException as error:  # a panic of a library in Rust is no Exception
         traceback.print_exc(file=log)
@@ -223,7 +231,7 @@ class Loaded:
         return {"weights": plan.weight_bytes, "kv_limit": plan.kv_bytes, "prefix_tree": tree, "rss": rss}
 
 
-def load(hello: Hello, speaker: Speaker, box: BlackBox) -> Loaded:
+def load(hello: Hello, speaker: Speaker, box: BlackBox, spans: Spans) -> Loaded:
     """Raises what keeps the engine from starting."""
     began = time.monotonic()
     said_s = 0.0
@@ -241,7 +249,9 @@ def load(hello: Hello, speaker: Speaker, box: BlackBox) -> Loaded:
         from penstock.launch.finetune import finetuner_of  # nobody else needs it
 
         spare = finetuner_of(config)
-    engine = start(config, progress=progress, serving=True, box=box, block_secret=hello.block_secret)
+    engine = start(
+        config, progress=progress, serving=True, box=box, block_secret=hello.block_secret, spans=spans
+    )  # fmt: skip
     return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine, spare)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import InputError, ModelError, UnsupportedError
+from penstock.base.spans import Spans
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.model_spec import ModelSpec
 from penstock.core.weight_swap import WeightFacts
@@ -71,9 +72,10 @@ def open_files(config: EngineConfig, path: str | Path, draft_models: Sequence[Op
 
 
 def build_rank(
-    spec: RankSpec, loading: Progress | None = None, *, files: ModelFiles | None = None, clock: Clock | None = None
-) -> Runner:
-    """`files`: what `spec` names, if this process has opened it already.
+    spec: RankSpec, loading: Progress | None = None, *, files: ModelFiles | None = None, clock: Clock | None = None,
+    spans: Spans | None = None,
+) -> Runner:  # fmt: skip
+    """`files`: what `spec` names, if this process has opened it already. `spans`: is told what the time goes to.
 
     Raises: ModelError for weights that cannot be read, ConfigError for settings that do not fit them.
     """
@@ -97,10 +99,12 @@ def build_rank(
         # They are mapped, and none of those that this process starts should have them.
         for fd in spec.links.descriptors:
             os.close(fd)
-    parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm)
+    spans = spans or Spans()
+    parts, weights, packed_file = read_parts(config, plan, files, grammars, loading, comm=comm, spans=spans)
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison, rank=spec.rank)
     rank.packed_file = packed_file
     release_pages(weights)
+    spans.end("model put together")
     rank.reload = None if comm is not None else Reloader(config, plan, files, grammars, clock or MonotonicClock())
     return rank
 
@@ -159,6 +163,7 @@ def read_parts(
     *,
     keep: bool = True,
     comm: Comm | None = None,
+    spans: Spans | None = None,
 ) -> tuple[Parts, dict[str, Weight], str]:
     """The parts of a rank, the weights as they were read, and `Executor.packed_file`. `keep`: what is packed is kept
     for the next start. `comm`: with the other ranks. Raises as `build_rank`."""
@@ -177,6 +182,8 @@ def read_parts(
     was_packed = packed is not None and packed.matrices is not None
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
     release_pages(weights)
+    if spans is not None:
+        spans.end("packed weights read" if was_packed else "weights read")
     load_adapter = None
     if config.lora.enable_lora:
         from penstock.launch.adapters import adapter_loader  # nobody else needs it at the start

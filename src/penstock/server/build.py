@@ -21,6 +21,7 @@ from penstock.server.batches import files, runner
 from penstock.server.context import Server
 from penstock.server.observation import energy, loop_watch, metrics, request_log, traces
 from penstock.server.responses import store
+from penstock.server.scaling import add_scaling, check_autoscale
 from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.turns import grammars
 
@@ -53,6 +54,7 @@ async def _build(config: ServeConfig, link: Link | None, spare: Spawned | None) 
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
     traces.check_traces(config.server)
     meter = energy.check_power(config)
+    check_autoscale(config)
     given = checked(config)
     config = fair_share(with_adapters(config))
     further = None
@@ -80,6 +82,7 @@ async def _build(config: ServeConfig, link: Link | None, spare: Spawned | None) 
         server.parts["tls"], server.parts["energy_meter"] = tls, meter
         if further is None:
             add_membership(server, config)
+            add_scaling(server, config)
         if tls is not None:
             server.closers.append(Watching(tls).close)
         await furnish(server, config, _PARTS)

@@ -16,6 +16,7 @@ ARRIVALS.add("poisson", "penstock.sim.arrivals:Poisson")
 ARRIVALS.add("gamma", "penstock.sim.arrivals:Gamma")
 ARRIVALS.add("constant", "penstock.sim.arrivals:Constant")
 ARRIVALS.add("bursts", "penstock.sim.arrivals:Bursts")
+ARRIVALS.add("daily", "penstock.sim.arrivals:Daily")
 
 _CHUNK = 1024  # draws per call of numpy
 
@@ -90,6 +91,29 @@ class Bursts:
         busy = Poisson(self.rate * (self.on + self.off) / self.on)
         for busy_s in busy.times(rng):  # a clock that runs only while it is on
             yield busy_s + self.off * math.floor(busy_s / self.on)
+
+
+class Daily:
+    """Poisson arrivals whose rate rises and falls as days do: lowest at the start, `peak` after half a `period`
+    (seconds), `rate` on average. Raises InputError unless the peak is from once to twice the average.
+    """
+
+    fields = ("rate", "peak", "period")
+
+    def __init__(self, rate: float, peak: float, period: float) -> None:
+        if not rate <= peak <= 2 * rate:
+            raise InputError(
+                f"arrivals daily: peak must be from {rate:g} to {2 * rate:g} (once to twice the rate), not {peak:g}",
+                param="arrivals",
+            )
+        self.rate, self.peak, self.period = rate, peak, period
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        # Lewis and Shedler's thinning: candidates at the peak's rate, each kept as often as the rate is of that.
+        swing = self.peak - self.rate
+        for now_s in Poisson(self.peak).times(rng):
+            if rng.random() * self.peak < self.rate - swing * math.cos(2 * math.pi * now_s / self.period):
+                yield now_s
 
 
 def fit_gamma(times_s: Iterable[float]) -> tuple[float, float]:

@@ -70,7 +70,7 @@ class Replicas:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
         told = told_by(self.service, router)
         folder = SimFolder(self.rates) if self.reschedule_s else None
-        runs = [self._open(workload, truncate, told, folder) for _ in range(self.num_replicas)]
+        runs = [open_run(self.service, workload, truncate, told, folder) for _ in range(self.num_replicas)]
         group = RoutedRuns(router, runs, follows=told is not None)
         ticks = Ticks(runs, self.reschedule_s)
         with ExitStack() as stack:
@@ -89,16 +89,6 @@ class Replicas:
             for run in runs:
                 run.advance(None)
         return [run.result() for run in runs]
-
-    def _open(
-        self, workload: Workload, truncate: bool, told: EventSettings | None = None, folder: SimFolder | None = None
-    ) -> WorkloadRun:
-        clock = VirtualClock()
-        limits = self.service.limits(truncate=truncate)
-        core = self.service.core(clock, folder, events=told)
-        run = WorkloadRun(core, clock, workload, limits, self.service.label, False, False, None)
-        run.moves = folder is not None
-        return run
 
     def _apart(
         self, router: RoutePolicy, workload: Workload, truncate: bool, progress: Callable[[Progress], None] | None
@@ -137,7 +127,7 @@ class Replicas:
         progress: Callable[[Progress], None] | None,
     ) -> list[SimResult]:  # fmt: skip
         """These replicas, each brought up to the arrivals of its own requests."""
-        runs = {k: self._open(workload, truncate) for k in mine}
+        runs = {k: open_run(self.service, workload, truncate) for k in mine}
         clock, none = MonotonicClock(), [EngineLoad(k) for k in range(self.num_replicas)]
         began_s, arrived = clock.now(), 0
         with ExitStack() as stack:
@@ -157,6 +147,20 @@ class Replicas:
             for run in runs.values():
                 run.advance(None)
         return [run.result() for run in runs.values()]
+
+
+def open_run(
+    service: SimulatedService, workload: Workload, truncate: bool, told: EventSettings | None = None,
+    folder: SimFolder | None = None,
+) -> WorkloadRun:  # fmt: skip
+    """An engine of its own, which nobody has asked anything yet, on a clock that stands at 0. `folder`: requests may be
+    moved from it, with blocks that lie there."""
+    clock = VirtualClock()
+    limits = service.limits(truncate=truncate)
+    core = service.core(clock, folder, events=told)
+    run = WorkloadRun(core, clock, workload, limits, service.label, False, False, None)
+    run.moves = folder is not None
+    return run
 
 
 def _listen(pipes: list[Any], progress: Callable[[Progress], None] | None) -> list[list[SimResult]]:

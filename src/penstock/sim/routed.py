@@ -5,6 +5,7 @@ An engine that can tells after every step which blocks it holds (`engine.block_n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.engine.block_news import BlockNews
@@ -32,20 +33,35 @@ class RoutedRuns:
     """`router` before `runs`. `follows`: the engines tell which blocks they hold."""
 
     def __init__(self, router: RoutePolicy, runs: list[WorkloadRun], *, follows: bool) -> None:
-        self._router, self._runs = router, runs
+        self._router, self._follows = router, follows
+        self._runs: list[WorkloadRun] = []
         self._news: list[BlockNews] = []
-        self._open: list[dict[str, RoutedRequest]] = [{} for _ in runs]
-        if follows:
-            for run in runs:
-                news = run.core.tell_events = BlockNews()
-                run.core.publish()
-                self._news.append(news)
+        self._open: list[dict[str, RoutedRequest]] = []
+        for run in runs:
+            self.add(run)
 
-    def offer(self, request: TimedRequest) -> int:
-        """Every engine has been brought up to the request's arrival: the number of the one that it goes to."""
+    def add(self, run: WorkloadRun) -> int:
+        """One engine more: its number."""
+        self._runs.append(run)
+        self._open.append({})
+        if self._follows:
+            news = run.core.tell_events = BlockNews()
+            run.core.publish()
+            self._news.append(news)
+        return len(self._runs) - 1
+
+    def gone(self, number: int) -> None:
+        """That engine has ended; it is never offered anything again."""
+        self._hear()
+        self._router.gone(number)
+
+    def offer(self, request: TimedRequest, among: Sequence[int] | None = None) -> int:
+        """Every engine has been brought up to the request's arrival: the number of the one that it goes to, one of
+        `among` (None: any)."""
         self._hear()
         asked = self._asked(request)
-        loads = [_load(k, run, request.arrival_s, self._router) for k, run in enumerate(self._runs)]
+        numbers = range(len(self._runs)) if among is None else among
+        loads = [_load(k, self._runs[k], request.arrival_s, self._router) for k in numbers]
         chosen = loads[self._router.choose(asked, loads)].number
         run = self._runs[chosen]
         name = str(len(run.columns.arrival_s))
@@ -65,7 +81,7 @@ class RoutedRuns:
 
     def _asked(self, request: TimedRequest) -> RoutedRequest:
         workload, limits, kv = self._runs[0].workload, self._runs[0].limits, self._runs[0].core.kv
-        if not self._news:
+        if not self._follows:
             return routed(request)
         names = BlockNames(SECRET, "", kv.block_size)
         shared = min(len(request.blocks) * workload.block_tokens, request.num_prompt, MOST_BLOCKS * kv.block_size)

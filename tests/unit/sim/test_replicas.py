@@ -15,7 +15,7 @@ from penstock.route import ROUTERS
 from penstock.route.prefix import PrefixRoute
 from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
-from penstock.sim.replicas import Replicas
+from penstock.sim.replicas import Replicas, open_run
 from penstock.sim.result import SimResult
 from penstock.sim.routed import RoutedRuns, told_by
 from penstock.sim.service import SimulatedService
@@ -192,8 +192,7 @@ def test_I10_simulated_engines_tell_what_they_hold() -> None:
     each = service(num_gpu_blocks_override=200)
     told = told_by(each, router)
     assert told is not None
-    group = Replicas(each, 2, router="prefix")
-    runs = [group._open(load, False, told) for _ in range(2)]
+    runs = [open_run(each, load, False, told) for _ in range(2)]
     routed = RoutedRuns(router, runs, follows=True)
     most = 0
     for request in load:

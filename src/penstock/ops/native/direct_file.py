@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +50,32 @@ class DirectFile:
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             # Else the system would keep all of the file in memory that was to be saved.
             os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def read_kept(self, offset: int, into: U8) -> None:
+        """As `read`, through the system's cache, which keeps what it has."""
+        view, done = into.data, 0
+        while done < len(view):
+            num_read = os.preadv(self.fd, [view[done:]], offset + done)
+            if num_read == 0:
+                raise UnsoundError("became shorter")
+            done += num_read
+
+
+def cached_pages(fd: int) -> npt.NDArray[np.bool_] | None:
+    """Of each page of a file, whether the system's cache has it; None where the system does not say.
+
+    Asking reads nothing ahead, as trying to read without waiting (RWF_NOWAIT) does.
+    """
+    num_pages = -(-os.fstat(fd).st_size // PAGE)
+    if sys.platform != "linux" or not num_pages:
+        return None
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        found = np.zeros(num_pages, np.uint8)
+        size = ctypes.c_size_t(len(mapped))
+        status = ctypes.CDLL(None).mincore(ctypes.c_void_p(view.ctypes.data), size, ctypes.c_void_p(found.ctypes.data))
+        del view
+    return None if status else (found & 1).astype(bool)
 
 
 def _direct(fd: int) -> int | None:

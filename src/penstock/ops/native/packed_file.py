@@ -1,5 +1,8 @@
 """Packed weights on disk: made once, mapped (or read into huge pages) at every later start.
 
+Source of how they are read: ServerlessLLM (Fu et al., OSDI 2024, section 4): a checkpoint that is laid out as memory
+will be, read in large parts by several threads, past the system's cache, straight to its place.
+
 One file per key, in a folder that only this user can change. Whatever is wrong with a file means that it is absent,
 with a warning: the caller packs again. Nothing here raises for the state of the disk.
 """
@@ -10,6 +13,8 @@ import logging
 import mmap
 import os
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +26,7 @@ import numpy as np
 
 from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
-from penstock.ops.native.direct_file import PAGE, U8, UnsoundError
+from penstock.ops.native.direct_file import PAGE, U8, DirectFile, UnsoundError, cached_pages
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import (
@@ -34,6 +39,7 @@ from penstock.ops.native.packed_format import (
     decoded,
     index_room,
     matrices_of,
+    page_sums,
     page_up,
 )
 from penstock.ops.native.private_folder import PrivateFolder
@@ -47,7 +53,11 @@ MAX_BYTES = 20 << 30
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SPARE_BYTES = 256 << 20  # a disk is never filled to the last
 _PART_BYTES = 8 << 20  # read, then summed while it is still in the cache
-_READERS = 2
+_READ_BYTES, _READERS = 4 << 20, 4
+_WARM_PAUSE_S = 0.01
+SLOW_BYTES_PER_S = 1e9
+"""A drive that is slower is read into the system's cache as well, for the next start. One that is quicker is as good as
+the cache, which costs memory that virtual machines get slowly."""
 _HUGE = 2 << 20
 _log = logging.getLogger(__name__)
 
@@ -237,7 +247,7 @@ def _partly(fd: int, start: int, index: Index, name: str) -> dict[str, Packed]:
         while at < end:
             to = part if stays else arrays[at - start :]
             to = to[: min(_PART_BYTES, end - at)]
-            _fill(fd, at, to)
+            file.read_kept(at, to)
             sums.add(to)
             yield at, to
             at += len(to)
@@ -274,29 +284,46 @@ def huge_pages(num_bytes: int) -> U8:
 
 
 def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
-    out = huge_pages(num_bytes)
-    checked = Checked(index)
-    parts = [(at, out[at : at + _PART_BYTES]) for at in range(0, num_bytes, _PART_BYTES)]
-    # Fresh memory is slow to get on some hosts; threads wait for it together, and the sums are made meanwhile.
+    """What the system's cache has is copied from it; all else is read past it, straight to where it is to be."""
+    out, file, checked, kept = huge_pages(num_bytes), DirectFile(os.dup(fd)), Checked(index), cached_pages(fd)
+
+    def is_kept(at: int) -> bool:
+        first, last = (start + at) // PAGE, (start + min(at + _READ_BYTES, num_bytes)) // PAGE
+        return kept is None or not file.is_direct or bool(kept[first:last].all())
+
+    def read(at: int) -> bytes:
+        part = out[at : at + _READ_BYTES]
+        (file.read_kept if is_kept(at) else file.read)(start + at, part)
+        return page_sums(part)
+
+    began_s = time.monotonic()
+    # Several at a time: a drive is quicker so, and fresh memory is slow to get on some hosts.
+    places = range(0, num_bytes, _READ_BYTES)
     with ThreadPoolExecutor(_READERS) as readers:
-        filling = [(readers.submit(_fill, fd, start + at, part), part) for at, part in parts]
+        reading = [readers.submit(read, at) for at in places]
         try:
-            for filled, part in filling:
-                filled.result()
-                checked.add(part)
+            for part in reading:
+                checked.add(part.result())
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
+    slow = time.monotonic() - began_s > num_bytes / SLOW_BYTES_PER_S
+    if slow and not all(map(is_kept, places)):
+        _warm(fd, start, num_bytes)
     return out
 
 
-def _fill(fd: int, offset: int, part: U8) -> None:
-    view, done = part.data, 0
-    while done < len(view):
-        num_read = os.preadv(fd, [view[done:]], offset + done)
-        if num_read == 0:
-            raise UnsoundError("became shorter")
-        done += num_read
+def _warm(fd: int, start: int, num_bytes: int) -> None:
+    """Read a file into the system's cache behind the start: the next engine of these weights finds it there."""
+    own = os.dup(fd)
+
+    def go() -> None:
+        for at in range(start, start + num_bytes, _PART_BYTES):
+            os.posix_fadvise(own, at, _PART_BYTES, os.POSIX_FADV_WILLNEED)
+            time.sleep(_WARM_PAUSE_S)  # the first requests go before
+        os.close(own)
+
+    threading.Thread(target=go, name="penstock-warm", daemon=True).start()
 
 
 def _mapped(fd: int, start: int, num_bytes: int, index: Index) -> U8:
@@ -305,5 +332,5 @@ def _mapped(fd: int, start: int, num_bytes: int, index: Index) -> U8:
     arrays = whole[start : start + num_bytes]
     checked = Checked(index)
     for at in range(0, num_bytes, _PART_BYTES):
-        checked.add(arrays[at : at + _PART_BYTES])
+        checked.add(page_sums(arrays[at : at + _PART_BYTES]))
     return arrays

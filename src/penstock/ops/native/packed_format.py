@@ -287,17 +287,17 @@ class Checked:
     """Bytes from the first array of a checked index on, in order, compared with what the index says of them."""
 
     def __init__(self, index: Index) -> None:
-        self._left = [(entry.span[1], entry) for entry in reversed(index.matrices)]
+        self._left = [(entry.span[1] // PAGE, entry) for entry in reversed(index.matrices)]
         self._sums = PageSums()
 
-    def add(self, part: U8) -> None:
-        """Whole pages. Raises UnsoundError as soon as a matrix is not what it was."""
-        while len(part):
-            num_bytes, entry = self._left.pop()
-            own, part = part[:num_bytes], part[num_bytes:]
-            self._sums.add(own)
-            if len(own) < num_bytes:
-                self._left.append((num_bytes - len(own), entry))
+    def add(self, sums: bytes) -> None:
+        """The `page_sums` of the next pages. Raises UnsoundError as soon as a matrix is not what it was."""
+        while sums:
+            num_sums, entry = self._left.pop()
+            own, sums = sums[: 8 * num_sums], sums[8 * num_sums :]
+            self._sums.summed(own)
+            if len(own) < 8 * num_sums:
+                self._left.append((num_sums - len(own) // 8, entry))
                 return
             check_digest(entry, self._sums)
             self._sums = PageSums()

@@ -204,6 +204,7 @@ class Metrics(Collector):
         yield from self._energy()
         yield from self._models()
         yield from self._replicas()
+        yield from self._autoscale()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
         text = "Quality of experience of finished streams: what was shown over what was expected, 0 to 1."
@@ -535,6 +536,14 @@ class Metrics(Collector):
             values = {one.number: float(value(one)) for one in found}
             yield from self._labelled(CounterMetricFamily, name, text, ("replica",), values)
 
+    def _autoscale(self) -> Iterator[Metric]:
+        scaling = self.server.parts.get("autoscale")
+        if scaling is None:
+            return
+        yield from self._gauge("autoscale_wanted_replicas", "Engines that autoscale wants.", scaling.wanted)
+        text = "What autoscale has done: up and down are decisions, failed are engines that did not start or end."
+        yield from self._labelled(CounterMetricFamily, "autoscale_decisions", text, ("kind",), scaling.counts)
+
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info
         if info is None:
@@ -555,6 +564,11 @@ class Metrics(Collector):
             yield family
         yield from self._labelled(GaugeMetricFamily, "build_info", "Which Penstock.", ("version",), {__version__: 1.0})
         yield from self._gauge("startup_seconds", "From the engine's start to ready.", info.load_s)
+        parts: dict[str, float] = {}
+        for name, took_s in info.start_parts:
+            parts[name] = parts.get(name, 0.0) + took_s
+        text = "What the start of the engine's process went to."
+        yield from self._labelled(GaugeMetricFamily, "startup_part_seconds", text, ("part",), parts, OURS)
         yield from self._gauge("start_time_seconds", "When the server was ready, in Unix time.", self._began)
         yield from self._gauge("max_num_seqs", "Sequences at once.", info.max_num_seqs)
         yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)

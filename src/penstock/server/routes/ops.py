@@ -17,6 +17,7 @@ from penstock.server.context import Server
 from penstock.server.errors import WireError
 from penstock.server.observation.metrics import draining, load_of, memory_of, models_shown, unread
 from penstock.server.observation.replicas import replicas_shown
+from penstock.server.scaling import autoscale_shown
 from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
@@ -125,6 +126,7 @@ async def state(request: Request) -> Response:
         "model": server.model_name,
         "models": models_shown(server),
         "replicas": replicas_shown(server),
+        "autoscale": autoscale_shown(server),
         "chat": server.service.chat_template is not None,
         "sampling": shown_defaults(server),
         "state": client.state,
@@ -140,6 +142,7 @@ async def state(request: Request) -> Response:
         "engine": {} if info is None else {
             "max_model_len": info.max_model_len, "block_size": info.block_size, "max_num_seqs": info.max_num_seqs,
             "dtype": info.dtype, "kv_dtype": info.kv_dtype, "num_params": info.num_params,
+            "start": [{"part": name, "seconds": took_s} for name, took_s in info.start_parts],
         },
         "kv": {
             "adapters": int(snapshot.counters.get("num_adapter_blocks", 0)),
