@@ -102,24 +102,20 @@ def start(
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
     """
-    if config.execution.distributed_executor_backend != "ray":
-        return _start(config, machine, progress, serving, box, block_secret)
-    from penstock.launch.ray_hosts import RayHosts  # nobody else needs it; a server has them already
+    if config.execution.distributed_executor_backend == "ray":
+        from penstock.launch.ray_hosts import RayHosts  # nobody else needs it; a server has them already
 
-    hosts = RayHosts(config)
-    try:
-        engine = _start(hosts.config, machine, progress, serving, box, block_secret)
-    except BaseException:
-        hosts.close()
-        raise
-    weakref.finalize(engine, hosts.close)
-    return engine
-
-
-def _start(
-    config: EngineConfig, machine: Machine | None, progress: Progress | None, serving: bool, box: BlackBox | None,
-    block_secret: bytes,
-) -> Engine:  # fmt: skip
+        hosts = RayHosts(config)
+        try:
+            engine = start(
+                hosts.config, machine=machine, progress=progress, serving=serving, box=box, block_secret=block_secret,
+                spans=spans,
+            )  # fmt: skip
+        except BaseException:
+            hosts.close()
+            raise
+        weakref.finalize(engine, hosts.close)
+        return engine
     check_names(config)
     spans = spans or Spans()
     if config.execution.most_replicas > 1 and not serving:
