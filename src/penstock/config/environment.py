@@ -30,6 +30,8 @@ OTHERS: dict[str, str] = {
     "PENSTOCK_RANK_KILLS": "Tests: how many processes of a model on two ranks are killed.",
     "PENSTOCK_RANK_SEED": "Tests: which of them, and when.",
     "PENSTOCK_REPLICA_KILLS": "Tests: how many engines of a server with two are killed.",
+    "PENSTOCK_HANDOVER_KILLS": "Tests: how many engines are killed while requests go from one to another.",
+    "PENSTOCK_HANDOVER_SEED": "Tests: with which seed.",
     "PENSTOCK_REPLICA_SEED": "Tests: which of them, and when.",
     "PENSTOCK_FUZZ_EXAMPLES": "Tests: examples of each fuzzed parser.",
 }

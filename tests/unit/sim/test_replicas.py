@@ -164,9 +164,8 @@ def test_I10_least_kv_beats_round_robin_on_skewed_lengths() -> None:
 def conversations(seed: int, talks: int = 60, turns: int = 6) -> Workload:
     """Each turn's prompt is all of the turns before and one piece more; talks take turns at random."""
     rng, left, now_s, requests, next_piece = random.Random(seed), [turns] * talks, 0.0, [], talks
-    texts: list[tuple[int, ...]] = [
-        (0, talk + 1) for talk in range(talks)
-    ]  # a system prompt that all share, and a first word of each
+    # A system prompt that all share, and a first word of each.
+    texts: list[tuple[int, ...]] = [(0, talk + 1) for talk in range(talks)]
     while any(left):
         talk = rng.choice([n for n in range(talks) if left[n]])
         left[talk] -= 1
