@@ -68,6 +68,8 @@ class Replicas:
         """All of them in this process, each brought up to every arrival: the router sees them as they are then."""
         folder = SimFolder(self.rates) if self.reschedule_s else None
         runs = [self._open(workload, truncate, folder) for _ in range(self.num_replicas)]
+        for number, run in enumerate(runs if self.reschedule_s else ()):
+            run.beside, run.number = len(runs), number
         ticks = Ticks(runs, self.reschedule_s)
         with ExitStack() as stack:
             for run in runs:
