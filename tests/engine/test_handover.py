@@ -13,6 +13,7 @@ from penstock.base.errors import InputError
 from penstock.core.request import Control
 from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.engine.core import EngineCore
+from penstock.engine.handover import Moved
 from penstock.engine.rescheduling import Rescheduling
 from penstock.engine.stream import Stream
 from penstock.launch.front import limits_from
@@ -186,7 +187,10 @@ async def test_H26_H30_grammars_and_drafts_go_along(tmp_path: Path) -> None:
         results = asyncio.gather(*(stream.result() for stream in streams))
         await engine.until(lambda: all(num_tokens(stream) >= 5 for stream in streams))
         assert [stream.replica.number for stream in streams] == [1, 1]
-        await asyncio.gather(*(engine.client.handover.migrate(stream.request_id, 0) for stream in streams))
+        moves = (engine.client.handover.migrate(stream.request_id, 0) for stream in streams)
+        found = await asyncio.gather(*moves, return_exceptions=True)
+        assert all(isinstance(one, Moved | InputError) for one in found), found  # an answer may have ended meanwhile
+        assert any(isinstance(one, Moved) for one in found)
         assert [output.outputs for output in await results] == want
 
 
@@ -211,13 +215,13 @@ async def test_H30_what_cannot_be_moved_says_why(tmp_path: Path) -> None:
 @within(60)
 async def test_H30_who_waits_for_memory_goes_where_there_is_some(tmp_path: Path) -> None:
     """All are given to one engine, whose memory is too small for them; the policy moves them while they run."""
-    small = {"num_gpu_blocks_override": 24, "block_size": 16, "max_num_seqs": 8}
+    small = {"num_gpu_blocks_override": 16, "block_size": 16, "max_num_seqs": 8}
     async with beside(2, kv_offload=store(tmp_path), **small) as engine:
         client = engine.client
         want = await calm(engine)
         client.rescheduling = Rescheduling(client, Rescheduler(), every_s=0.01)
         client.control(Control(kind="reset_prefix_cache"))
-        await engine.until(lambda: client.replicas[0].snapshot.kv_total == 24)
+        await engine.until(lambda: client.replicas[0].snapshot.kv_total == 16)
         limits = limits_from(client.info)
         streams = []
         for i in range(5):

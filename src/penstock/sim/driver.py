@@ -203,6 +203,8 @@ class WorkloadRun:
         self.wall = MonotonicClock()
         self.began_s = self.wall.now()
         self.before, self.hits_before = replace(core.stats), hits_by_tier(core.kv)
+        self.beside, self.number = 1, 0
+        """Runs that share a folder, and which of them this is: their texts differ."""
         self.moves = False
         """Requests may be taken out and taken in (`sim.moving`)."""
         self.left: set[int] = set()
@@ -306,7 +308,8 @@ class WorkloadRun:
         if self.first_arrival_s is None:
             self.first_arrival_s = request.arrival_s
         row = self.columns.add(request, self.tenants.setdefault(request.tenant, len(self.tenants)))
-        ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
+        number = row * self.beside + self.number
+        ids = prompt_ids(request, number, self.limits.vocab_size, self.workload.block_tokens)
         request_id = str(row)
         reader = request.reader or Expected()
         self.live[request_id] = _Live(row, Delivery(request.arrival_s, reader), urgent=request.priority < 0)

@@ -72,6 +72,8 @@ class Replicas:
         folder = SimFolder(self.rates) if self.reschedule_s else None
         runs = [open_run(self.service, workload, truncate, told, folder) for _ in range(self.num_replicas)]
         group = RoutedRuns(router, runs, follows=told is not None)
+        for number, run in enumerate(runs if self.reschedule_s else ()):
+            run.beside, run.number = len(runs), number
         ticks = Ticks(runs, self.reschedule_s)
         with ExitStack() as stack:
             for run in runs:

@@ -49,6 +49,14 @@ def test_H30_p99_to_the_first_token_is_lower_than_round_robin_on_a_skewed_load()
     assert times["llumnix"] < 0.7 * times["round-robin"]
 
 
+def test_H30_where_nobody_has_to_move_nothing_changes() -> None:
+    """Engines with a folder in common have texts of their own: none finds another's blocks by accident."""
+    load = skewed(num=40)
+    one, other = (Replicas(service(**SETTINGS), 4, router="virtual-usage", reschedule_s=s).run(load) for s in (0, 0.1))
+    assert np.array_equal(one.requests.first_token_s, other.requests.first_token_s)
+    assert one.hits == other.hits
+
+
 def test_H30_without_a_store_nobody_can_move() -> None:
     with pytest.raises(ConfigError, match="keys and values go by a store"):
         Replicas(service(), 2, reschedule_s=1.0).run(skewed(num=4))
