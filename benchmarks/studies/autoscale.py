@@ -39,7 +39,7 @@ from penstock.sim.workload import Workload
 
 DAY = "synthetic:daily?rate=10&peak=19.6&period=1200&requests=12000&prompt=200&output=40&prompt_cv=1&output_cv=1"
 SLO = Slo(ttft_s=2.0, tpot_s=0.15)
-FIXED = (3, 4, 5, 6)
+FIXED = {"day": (3, 4, 5, 6), "trace": (1, 2, 3)}
 TARGETS = (8, 10, 12)
 MOST = 12
 NAMES = ("fixed", "reactive", "predictive")
@@ -59,19 +59,19 @@ def thinned(path: str, every: int) -> Workload:
     )  # fmt: skip
 
 
-def runs() -> list[tuple[str, str, int, int]]:
+def runs(load: str) -> list[tuple[str, str, int, int]]:
     """(name, scaler, least, most)"""
-    fixed = [("fixed", "fixed", n, n) for n in FIXED]
+    fixed = [("fixed", "fixed", n, n) for n in FIXED[load]]
     return fixed + [(name, f"{name}:target={target}", 1, MOST) for name in NAMES[1:] for target in TARGETS]
 
 
-def measure(load: Workload, start_s: float) -> list[dict[str, Any]]:
+def measure(name: str, load: Workload, start_s: float) -> list[dict[str, Any]]:
     found, each = [], service()
-    for name, scaler, least, most in runs():
+    for kind, scaler, least, most in runs(name):
         scaled = ScaledReplicas(each, scaler, least, most, start_s).run(load, truncate=True)
         offered = len(scaled.result.requests) + sum(scaled.result.refused.values())
         found.append({
-            "name": name, "scaler": scaler if least < most else f"fixed, {least}", "replica_s": scaled.replica_s,
+            "name": kind, "scaler": scaler if least < most else f"fixed, {least}", "replica_s": scaled.replica_s,
             "attained": int(within(scaled.result, SLO).sum()) / offered, "most": scaled.most,
             "times": len(scaled.steps), "requests": offered,
         })  # fmt: skip
@@ -97,6 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="a file of requests with times")
     parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=1000, help="requests of the trace (default: 1000)")
+    parser.add_argument("--loads", default="day,trace", help="which, with commas")
     parser.add_argument("--start-s", type=float, default=20.0)
     parser.add_argument("--out")
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="write a curve for each load")
@@ -107,8 +109,9 @@ def main() -> None:
         return
     loads = {"day": synthetic(DAY, seed=1)}
     if args.trace:
-        loads["trace"] = thinned(args.trace, args.every)
-    found = {name: measure(load, args.start_s) for name, load in loads.items()}
+        loads["trace"] = thinned(args.trace, args.every).limited(args.limit)
+    loads = {name: load for name, load in loads.items() if name in args.loads.split(",")}
+    found = {name: measure(name, load, args.start_s) for name, load in loads.items()}
     for name, rows in found.items():
         cells = [
             [row["scaler"], f"{row['replica_s']:,.0f}", f"{row['attained']:.2%}", str(row["most"]), str(row["times"])]

@@ -62,6 +62,17 @@ def test_arrival_processes_have_the_moments_they_promise(text: str, cv: float) -
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05, abs=1e-9)
 
 
+def test_days_have_a_peak_in_the_middle_and_keep_the_mean() -> None:
+    times = np.array(list(itertools.islice(seeded(parse("daily:rate=5,peak=9,period=100"), 5)(), 30_000)))
+    assert len(times) / times[-1] == pytest.approx(5, rel=0.05)
+    at = times % 100
+    for low, rate in ((45, 9), (95, 1), (20, 5)):  # over ten seconds, modulo the day
+        count = np.sum((at - low) % 100 < 10) / (times[-1] / 100) / 10
+        assert count == pytest.approx(rate, rel=0.12)
+    with pytest.raises(InputError, match="once to twice"):
+        parse("daily:rate=5,peak=11,period=100")
+
+
 def test_bursts_are_silent_between_and_keep_the_mean() -> None:
     times = np.array(list(itertools.islice(seeded(parse("bursts:rate=3,on=2,off=6"), 5)(), 30_000)))
     assert np.all(np.diff(times) >= 0)
