@@ -45,7 +45,7 @@ def numbers(url: str, name: str) -> dict[str, float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="engines are killed by signals")
-def test_H04_a_server_goes_on_with_one_engine_and_sessions_stay_together() -> None:
+def test_H04_L13_a_server_goes_on_with_one_engine_and_sessions_stay_together() -> None:
     with LiveServer(serve_from_kwargs(**USUAL)) as one:
         want = [asked(one.url, n, "") for n in range(6)]
     config = serve_from_kwargs(**USUAL, data_parallel_size=2, route_policy="session", max_restarts_per_minute=20)
