@@ -23,14 +23,14 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def campaigns(runs: int, actions: int, seed: int, seconds: float) -> dict[str, Any]:
+def campaigns(runs: int, actions: int, seed: int, seconds: float, pause_s: float) -> dict[str, Any]:
     from tests.engine.disturbances import campaign
 
     done, failed, streams, routers = Counter[str](), [], 0, Counter[str]()
     until, number = time.monotonic() + seconds, 0
     for number in track(range(runs), "runs"):
         try:
-            found = asyncio.run(asyncio.wait_for(campaign(seed + number, actions), 600))
+            found = asyncio.run(asyncio.wait_for(campaign(seed + number, actions, pause_s=pause_s), 600))
         except Exception as error:  # the campaign goes on, and tells of all
             traceback.print_exc()
             failed.append({"seed": seed + number, "error": f"{type(error).__name__}: {error}"[:500]})
@@ -50,12 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--actions", type=int, default=40, help="of each run")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two of them, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most about so long")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
-    found = campaigns(options.runs, options.actions, options.seed, options.seconds)
+    found = campaigns(options.runs, options.actions, options.seed, options.seconds, options.pause)
     found = {"seed": options.seed, "actions": options.actions, **found, "seconds": round(time.monotonic() - began)}
     print(json.dumps(found, indent=1))
     if options.out is not None:

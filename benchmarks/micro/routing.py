@@ -102,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rng = random.Random(0)
     shared = [rng.randrange(32000) for _ in range(args.prompt // 2)]
-    prompts = [
-        shared + [rng.randrange(32000) for _ in range(args.prompt - len(shared))] for _ in range(args.requests)
-    ]
+    prompts = [shared + [rng.randrange(32000) for _ in range(args.prompt - len(shared))] for _ in range(args.requests)]
     names = [None, *ROUTERS.names()]
     found: dict[str | None, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(args.repeats):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,7 +62,9 @@ def test_H04_engines_come_and_go_over_http_while_streams_run() -> None:
         assert [answer.result() for answer in answers] == want + want
         assert list(metric(live.url, "replica_up")) == ["1"]
         total = httpx.get(live.url + "/metrics").text
-        counted = [float(x.rsplit(" ", 1)[1]) for x in total.splitlines() if x.startswith("vllm:generation_tokens_total")]
+        counted = [
+            float(x.rsplit(" ", 1)[1]) for x in total.splitlines() if x.startswith("vllm:generation_tokens_total")
+        ]
         assert counted == [18 * 60.0], "what a removed engine has done stays counted"
         # what is wrong is said
         for body, says in (
@@ -75,6 +78,14 @@ def test_H04_engines_come_and_go_over_http_while_streams_run() -> None:
         assert act("one", action="drain").status_code == 400
         answer = act(0, action="resume")
         assert (answer.status_code, answer.json()["error"]["message"]) == (404, "there is no engine 0; there are: 1")
+        # whoever asks may leave: it is done all the same
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(where, headers=ADMIN, timeout=0.1)
+        until = time.monotonic() + 30
+        while list(metric(live.url, "replica_up").values()) != [1.0, 1.0] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert metric(live.url, "replica_up") == {"1": 1.0, "2": 1.0}
+        assert act(2, action="remove").status_code == 200
         # restarted alone: streams wait
         answers = [pool.submit(asked, live.url, n, "") for n in range(6)]
         assert httpx.post(where + "/restart", headers=ADMIN, timeout=60).json()["away_s"]["1"] > 0
@@ -134,3 +145,16 @@ def test_without_an_admin_key_there_is_nothing_and_without_a_server_a_sentence()
         assert httpx.get(live.url + "/internal/replicas").status_code == 404
         done = penstock("cluster", "status", live.url)
         assert "start it with --admin-api-key" in done.stderr
+
+
+def test_H04_another_key_may_not_and_an_engine_within_the_server_is_restarted_too() -> None:
+    user = {"Authorization": "Bearer sk-user"}
+    with LiveServer(serve_from_kwargs(**USUAL, api_key="sk-user", engine_in_process=True)) as live:
+        where = live.url + "/internal/replicas"
+        for method, path in (("GET", ""), ("POST", ""), ("POST", "/restart"), ("POST", "/0")):
+            answer = httpx.request(method, where + path, headers=user)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (403, "this needs the admin key")
+        answer = httpx.post(where + "/restart", headers=ADMIN, timeout=60)
+        assert answer.json()["done"], answer.text
+        body = {"prompt": "Once", "max_tokens": 4}
+        assert httpx.post(live.url + "/v1/completions", json=body, headers=user, timeout=60).status_code == 200

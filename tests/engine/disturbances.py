@@ -32,7 +32,7 @@ class Disturbed:
         self._ends = False
         self._actions: set[asyncio.Task[None]] = set()
 
-    async def run(self, actions: int, pause_s: float = 0.15) -> None:
+    async def run(self, actions: int, pause_s: float) -> None:
         """Raises AssertionError with the first stream that differs."""
         readers = [asyncio.create_task(self._read(n)) for n in range(len(PROMPTS))]
         for _ in range(actions):
@@ -83,8 +83,8 @@ class Disturbed:
             os.kill(pid, signal.SIGKILL)
 
 
-async def campaign(seed: int, actions: int, most: int = 3) -> dict[str, Any]:
-    """`actions` drawn by `seed` on two engines at first, three at most."""
+async def campaign(seed: int, actions: int, most: int = 3, pause_s: float = 0.15) -> dict[str, Any]:
+    """`actions` drawn by `seed` on two engines at first, three at most; up to `pause_s` seconds between two."""
     rng, began = random.Random(seed), time.monotonic()
     async with running(nano(**QUICK)) as calm:
         outputs = await asyncio.gather(*(calm.complete(f"c{i}", p, params(i)) for i, p in enumerate(PROMPTS)))
@@ -98,10 +98,10 @@ async def campaign(seed: int, actions: int, most: int = 3) -> dict[str, Any]:
         def make() -> ProcessLink:
             return ProcessLink(config, max_restarts_per_minute=10_000, block_secret=placing.block_secret)
 
-        group = Membership(engine.client, make, most)
+        group = Membership(engine.client, make, most, start_tries=10_000)
         disturbed = Disturbed(engine, group, want, rng)
         try:
-            await disturbed.run(actions)
+            await disturbed.run(actions, pause_s)
         finally:
             await group.close()
         left = sum(load.requests for load in placing._loads.values())  # type: ignore[attr-defined]

@@ -10,8 +10,7 @@ from penstock.core.page_ops import STATE
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
 from penstock.kv.events import EventSettings
-from penstock.kv.store_index import hash_of
-from penstock.kv.store_index import names_after
+from penstock.kv.store_index import hash_of, names_after
 
 SECRET = b"s" * 32
 Held = dict[str, set[int]]

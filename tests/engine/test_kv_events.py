@@ -17,8 +17,7 @@ from penstock.engine.record import Recorder, load, replay
 from penstock.kv.block_names import BlockNames
 from penstock.kv.block_texts import ON_THE_WAY, BlockTexts, TextRun
 from penstock.kv.events import EventRecorder
-from penstock.kv.store_index import hash_of
-from penstock.kv.store_index import FoundBlock, StoreIndex, names_after
+from penstock.kv.store_index import FoundBlock, StoreIndex, hash_of, names_after
 from penstock.launch.assemble import engine_core
 from tests.engine.events import SECRET, Follower, checked
 from tests.engine.harness import Knobs, config_for, disturbed, fake_engine, plan_for, real_engine, request, run, tiny

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_I10_after_every_step_the_router_has_what_the_engine_holds(tiers: str, t
 @pytest.mark.skipif(sys.platform != "linux", reason="engines are processes that signals end")
 @within(120)
 async def test_I10_what_was_evicted_is_no_ground_to_go_there() -> None:
-    settings = {"ops": "auto", "block_size": 8, "num_gpu_blocks_override": 40}
+    settings: dict[str, Any] = {"ops": "auto", "block_size": 8, "num_gpu_blocks_override": 40}
     async with replicated(2, "prefix", **settings) as engine:
         client = engine.client
         placing = client.placing
@@ -89,7 +90,9 @@ async def test_I10_what_was_evicted_is_no_ground_to_go_there() -> None:
         await again.result()
         await engine.until(lambda: router.matched(1 - had, blocks) == len(blocks))
         assert not any(router._coming.values())
+        held = set(router._held[1 - had])
         third = engine.submit("third", begun + " And then", params(0))
+        assert held >= set(placing._of(third).blocks[: len(blocks) - 1]), "names chain from the beginning on"
         assert third.replica.number == 1 - had
         assert (await third.result()).num_cached_tokens >= 8 * (len(blocks) - 1)
         await group.close()

@@ -99,6 +99,6 @@ def check_replicas(config: Any) -> None:
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(
-            f"{name}: engines of one server do not share it yet; leave it away, or "
-            f"{config.execution.replicas_field}", field=name
+            f"{name}: engines of one server do not share it yet; leave it away, or {config.execution.replicas_field}",
+            field=name,
         )

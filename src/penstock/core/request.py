@@ -206,8 +206,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     conversation, `token_ids` of `namespace`, waits for a tool for about `expected_s` seconds: `sched.pauses` decides
     what becomes of its blocks), `weights` (swap them; `request_id` is how its news is called), `hold` (nobody runs
     until `go_on`; with `label` "retract" the running give up their memory, with "abort" all are aborted, with "wait"
-    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two), `fence` (an output
-    of this `request_id` and the reason FENCED says that all before it has taken effect).
+    those who have begun end first), `freeze` and `thaw` (adaptive mode moves no knob between the two), `fence` (an
+    output of this `request_id` and the reason FENCED says that all before it has taken effect).
     """
 
     kind: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from penstock.base.errors import CapacityError, PenstockError, RefusedError
+from penstock.base.errors import CapacityError, EngineError, PenstockError, RefusedError
 from penstock.base.version import __version__
 from penstock.engine.link import Down, Link
 
@@ -77,10 +77,11 @@ class Membership:
     Args:
         make_link: reaches a further engine, which it starts.
         most: engines at once; memory and cores were shared out among so many.
+        start_tries: how often one that dies while it is started is started in all.
     """
 
-    def __init__(self, client: EngineClient, make_link: Callable[[], Link], most: int) -> None:
-        self._client, self._make_link, self.most = client, make_link, most
+    def __init__(self, client: EngineClient, make_link: Callable[[], Link], most: int, *, start_tries: int = 3) -> None:
+        self._client, self._make_link, self.most, self._tries = client, make_link, most, start_tries
         self._next = len(client.replicas)
         self._joining: list[Replica] = []
         self._busy: dict[int, str] = {}
@@ -154,7 +155,7 @@ class Membership:
         self._joining.append(replica)
         before = self._client.info
         try:
-            await replica.link.start(replica)
+            await _start(replica, self._tries)
             self._check(replica)
         except BaseException:
             self._client.info = before
@@ -213,7 +214,7 @@ class Membership:
         try:
             await replica.link.close()
             client.lost_cache(replica)
-            await replica.link.start(replica)
+            await _start(replica, self._tries)
         except (PenstockError, OSError) as error:
             client.went_down(replica, Down(f"engine {replica.number} could not be started again: {error}", fatal=True))
             replica.reason = str(error)
@@ -248,6 +249,11 @@ class Membership:
         replica = self._found(number)
         if number in self._busy:
             raise self._is_busy(number)
+        if replica.state == "asleep":
+            raise RefusedError(
+                f"engine {number} is asleep: it starts anew with the next request, or with /wake_up",
+                status=409, code="replica_asleep",
+            )  # fmt: skip
         if needs_others and not self._others(replica):
             raise RefusedError(
                 f"engine {number} is the last one that takes requests; add one first, or end the server",
@@ -274,6 +280,19 @@ class Membership:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
+
+
+async def _start(replica: Replica, tries: int) -> None:
+    """Raises what keeps its engine from starting. One that dies of something else meanwhile is started once more."""
+    for left in reversed(range(tries)):
+        try:
+            await replica.link.start(replica)
+            return
+        except EngineError as error:
+            if not left:
+                raise
+            log.warning("engine %d: %s; it is started once more", replica.number, error)
+            await replica.link.close()
 
 
 def facts_of(replica: Replica, now_s: float) -> ReplicaFacts:

@@ -18,8 +18,8 @@ DEFAULT_BLOCKS = 1 << 16
 
 
 class PrefixRoute(RoutePolicy):
-    """Who gains most: tokens of the prompt that it has, less those that it would forget for the rest; unless others have
-    much less to compute already."""
+    """Who gains most: tokens of the prompt that it has, less those that it would forget for the rest; unless others
+    have much less to compute already."""
 
     reads_blocks = True
 

@@ -16,11 +16,11 @@ from penstock.base.errors import ConfigError
 from penstock.config import SETTINGS, EngineConfig, from_kwargs
 from penstock.engine.core import EngineCore
 from penstock.executor.sim_files import SimFolder
+from penstock.kv.events import EventSettings
 from penstock.launch.backend import device_of, traits_of
 from penstock.launch.build import Engine
 from penstock.launch.names import check_names
 from penstock.launch.selection import keeping_of
-from penstock.kv.events import EventSettings
 from penstock.plan.calibrated import CalibratedTimer, Calibration, errors_of, fit
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.measured import Sample

@@ -1,6 +1,6 @@
 """What a router of simulated engines is asked and told: the same as one of a server, on the virtual clock.
 
-An engine that can tells after every step which blocks it holds (`engine.block_news`), by the names of the engine itself.
+An engine that can tells after every step which blocks it holds (`engine.block_news`), by the engine's own names.
 """
 
 from __future__ import annotations

@@ -57,7 +57,13 @@ class SimulatedService:
         """A fresh engine on `clock`; `folder` and `events` as in `build_sim`."""
         if isinstance(self.device, Calibration):
             return build_calibrated(
-                self.device, self.config, self.plan, clock, seconds_budget=self.seconds_budget, folder=folder, events=events,
+                self.device,
+                self.config,
+                self.plan,
+                clock,
+                seconds_budget=self.seconds_budget,
+                folder=folder,
+                events=events,
             )
         return build_sim(
             self.config, self.spec, self.plan, self.timer, clock, depth=self.config.execution.depth,

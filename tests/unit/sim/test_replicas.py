@@ -12,6 +12,7 @@ from penstock.base.errors import ConfigError, InputError
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
 from penstock.route import ROUTERS
+from penstock.route.prefix import PrefixRoute
 from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas, open_run
@@ -163,7 +164,8 @@ def test_I10_least_kv_beats_round_robin_on_skewed_lengths() -> None:
 def conversations(seed: int, talks: int = 60, turns: int = 6) -> Workload:
     """Each turn's prompt is all of the turns before and one piece more; talks take turns at random."""
     rng, left, now_s, requests, next_piece = random.Random(seed), [turns] * talks, 0.0, [], talks
-    texts = [(0, talk + 1) for talk in range(talks)]  # a system prompt that all share, and a first word of each
+    # A system prompt that all share, and a first word of each.
+    texts: list[tuple[int, ...]] = [(0, talk + 1) for talk in range(talks)]
     while any(left):
         talk = rng.choice([n for n in range(talks) if left[n]])
         left[talk] -= 1
@@ -185,7 +187,7 @@ def test_I10_a_prefix_router_finds_nearly_what_one_big_cache_would() -> None:
 
 
 def test_I10_simulated_engines_tell_what_they_hold() -> None:
-    load, router = conversations(2, talks=20), ROUTERS.get("prefix")()
+    load, router = conversations(2, talks=20), PrefixRoute()
     each = service(num_gpu_blocks_override=200)
     told = told_by(each, router)
     assert told is not None

@@ -101,7 +101,7 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise InputError("timeout must be a number of seconds from 0", param="timeout")
 
 
-def _told(what: str, error: PenstockError) -> PenstockError:
+def _told(what: str, error: PenstockError) -> Exception:
     """What kept an engine from starting, for whoever asked for it; refusals are sentences of their own."""
     if getattr(error, "status", None) is not None:
         return error
