@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineGoneError, InputError
 from penstock.core.replica_roles import PREFILL
-from penstock.route.rescheduling import Movable, EngineMove, Rescheduler
+from penstock.route.rescheduling import EngineMove, Movable, Rescheduler
 from penstock.route.router import EngineLoad
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.route.rescheduling import Movable, EngineMove, Rescheduler
+from penstock.route.rescheduling import EngineMove, Movable, Rescheduler
 from penstock.route.router import EngineLoad
 
 
