@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineGoneError, InputError
 from penstock.core.replica_roles import PREFILL
-from penstock.route.rescheduling import Movable, Move, Rescheduler
+from penstock.route.rescheduling import EngineMove, Movable, Rescheduler
 from penstock.route.router import EngineLoad
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class Rescheduling:
             await asyncio.sleep(self._every_s)
             await asyncio.gather(*(self._move(one) for one in self.wanted()))
 
-    async def _move(self, move: Move) -> None:
+    async def _move(self, move: EngineMove) -> None:
         try:
             await self._client.handover.migrate(move.name, move.target)
         except (InputError, EngineGoneError) as error:
             _log.info("request %s stays with engine %d: %s", move.name, move.source, error)
 
-    def wanted(self) -> list[Move]:
+    def wanted(self) -> list[EngineMove]:
         """What the policy says now."""
         info = self._client.info
         engines = [r for r in self._client.replicas if r.state == "ready" and r.role != PREFILL and not r.draining]

@@ -30,7 +30,7 @@ class Movable:
 
 
 @dataclass(frozen=True)
-class Move:
+class EngineMove:
     """Request `name` goes from engine `source` to engine `target`, by number."""
 
     name: str
@@ -45,7 +45,7 @@ class Rescheduler:
     def __init__(self, spare_permille: int = 100) -> None:
         self.spare_permille = spare_permille
 
-    def moves(self, loads: Sequence[EngineLoad], held: Mapping[int, Sequence[Movable]]) -> list[Move]:
+    def moves(self, loads: Sequence[EngineLoad], held: Mapping[int, Sequence[Movable]]) -> list[EngineMove]:
         """At most one from each engine and to each; `held`: what each has, by its number, in order of arrival."""
         by_room = sorted(loads, key=lambda load: (self.room(load, held[load.number]), load.number))
         out = []
@@ -56,7 +56,7 @@ class Rescheduler:
             spare = memory_of(target) * self.spare_permille // 1000
             chosen = self._chosen(held[source.number], self.room(target, held[target.number]) - spare)
             if chosen is not None:
-                out.append(Move(chosen.name, source.number, target.number))
+                out.append(EngineMove(chosen.name, source.number, target.number))
                 by_room.pop(0)
         return out
 
