@@ -61,7 +61,9 @@ def has_serve() -> bool:
 
 
 @pytest.mark.skipif(not has_serve(), reason="pip install 'ray[serve]'")
-def test_L13_the_ray_serve_application_serves_and_its_server_dies_with_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_L13_the_ray_serve_application_serves_and_its_server_dies_with_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = str(bundled())
     for name, value in {"MODEL": model, "ARGS": "--threads 1 --max-model-len 256", "CPUS": "1"}.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)
