@@ -14,7 +14,7 @@ from penstock.server.live import LiveServer
 from tests.api.test_replicas import USUAL, asked, numbers
 
 
-def until(true: object, seconds: float = 40.0) -> None:
+def until(true: object, seconds: float = 120.0) -> None:
     assert callable(true)
     end = time.monotonic() + seconds
     while not true():

@@ -61,7 +61,7 @@ class Running:
         os.kill(pid, number)
         return pid
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = 90.0) -> None:
         """Polls: for states that have no event of their own."""
         async with asyncio.timeout(limit_s):
             while not condition():
@@ -72,13 +72,14 @@ P = ParamSpec("P")
 
 
 def within(seconds: float) -> Callable[[Callable[P, Coroutine[Any, Any, None]]], Callable[P, None]]:
-    """Runs a test on an event loop of its own (the server's kind), with a limit."""
+    """Runs a test on an event loop of its own (the server's kind), with a limit: three times as much on a machine that
+    has other work, since only what hangs should meet it."""
 
     def wrap(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
         @functools.wraps(test)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(asyncio.wait_for(test(*args, **kwargs), seconds))
+                runner.run(asyncio.wait_for(test(*args, **kwargs), 3 * seconds))
 
         return run
 

@@ -41,9 +41,12 @@ def cluster() -> Iterator[Any]:
         patched.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         made = pytest.importorskip("ray.cluster_utils", reason="pip install ray")
-        found = made.Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-        for _ in range(2):
-            found.add_node(**NODE)
+        try:
+            found = made.Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+            for _ in range(2):
+                found.add_node(**NODE)
+        except (OSError, RuntimeError) as error:  # before anything of ours has run
+            pytest.skip(f"Ray's cluster does not start here: {str(error)[:200]}")
         patched.setenv("RAY_ADDRESS", found.address)
         yield found
         found.shutdown()
@@ -62,7 +65,7 @@ def nodes_of(hosts: RayHosts) -> list[str]:
     return [table["bundles_to_node_id"][host] for host in sorted(table["bundles_to_node_id"])]
 
 
-def until(condition: Any, limit_s: float = 60.0) -> None:
+def until(condition: Any, limit_s: float = 180.0) -> None:
     until_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < until_s
@@ -106,7 +109,7 @@ def test_each_host_has_a_node_of_its_own_and_nothing_is_left_behind(
     again.close()
 
 
-@within(240)
+@within(600)
 async def test_streams_survive_the_end_of_an_actor_and_of_a_process(cluster: Any) -> None:
     prompts = [f"Once upon a time there was a number {i} that" for i in range(4)]
     async with running(nano(ops="native", threads=1)) as engine:
@@ -122,7 +125,7 @@ async def test_streams_survive_the_end_of_an_actor_and_of_a_process(cluster: Any
                     lambda client=client, streams=streams: (
                         client.state == "ready" and len(streams[0].output.outputs[0].token_ids) >= 3
                     ),
-                    60,
+                    180,
                 )
                 pair = hosts.pids()[0]
                 os.kill(pair[which], signal.SIGKILL)
