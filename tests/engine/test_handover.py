@@ -16,6 +16,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.handover import Moved
 from penstock.engine.rescheduling import Rescheduling
 from penstock.engine.stream import Stream
+from penstock.launch.build import start
 from penstock.launch.front import limits_from
 from penstock.launch.kv_store import files_of
 from penstock.route.rescheduling import Rescheduler
@@ -262,3 +263,11 @@ async def test_B16_one_api_for_host_disk_and_another_process_and_reuse_across_a_
 def tiers_of(core: EngineCore) -> list[object]:
     assert core.kv.stored is not None
     return [core.kv.swaps.tier, *core.kv.stored.tiers]
+
+
+def test_an_engine_that_may_get_company_looks_for_what_others_write(tmp_path: Path) -> None:
+    for most in (None, 2):
+        engine = start(nano(kv_offload=f"disk:{tmp_path},1GiB", max_replicas=most), serving=True)
+        assert engine.core.kv.stored is not None
+        assert (engine.core.kv.stored.look is not None) == (most is not None)
+        engine.core.executor.close()

@@ -329,26 +329,20 @@ class EngineClient:
         for stream in streams:
             if (to := self.choose(stream)) is None or to is lost:
                 return
-            self.pass_on(stream, to, leaves=True)
+            self.pass_on(stream, to)
 
-    def pass_on(self, stream: Stream, to: Replica, *, stops: bool = False, leaves: bool = False) -> None:
-        """`to` goes on with it. `stops`: the engine that has it works on it still. `leaves`: it may, and what it still
-        says of it is nobody's (`Replica.let_go`)."""
+    def pass_on(self, stream: Stream, to: Replica) -> None:
+        """`to` goes on with it, whether or not the engine that has it works on it still (`Replica.let_go`)."""
         lost: Replica = stream.replica
         again = resumed(stream.request, self._processor.live(stream.request_id))
         if again is None:
             return  # it has ended, and nobody has looked yet
-        if stops:
-            lost.link.send([Abort(request_id=stream.request_id)])
         if to is not lost and self._placing is not None:
-            if leaves:
-                lost.let_go(stream)
-            else:
-                del lost.streams[stream.request_id]
+            lost.let_go(stream)
             self._placing.ended(stream.request_id, lost)
             lost.replay.ended(stream.request_id)
             self._place(stream, to)
-        if to.state == "ready" and not self.handover.waits(to, stream.request_id):
+        if to.state == "ready":
             to.link.send([self.given(to, again)])
 
     def given(self, replica: Replica, request: Request) -> Request:

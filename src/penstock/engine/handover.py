@@ -59,7 +59,7 @@ class HandoverOwner(Protocol):
 
     def choose(self, stream: Stream) -> Replica | None: ...
 
-    def pass_on(self, stream: Stream, to: Replica, *, stops: bool) -> None: ...
+    def pass_on(self, stream: Stream, to: Replica) -> None: ...
 
 
 class Handover:
@@ -76,7 +76,6 @@ class Handover:
         self.num_passed = self.num_moved = self.num_copied_tokens = 0
         self._answers: dict[str, tuple[Replica, asyncio.Future[EngineOutput]]] = {}
         self._prompts: dict[str, int] = {}  # given to an engine, by number, for the sake of their prompts alone
-        self._leaving: dict[tuple[int, str], object] = {}  # news of these are of no use
         self._moving: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -127,8 +126,7 @@ class Handover:
     # -- news --------------------------------------------------------------------------------------------------------
 
     def sift(self, replica: Replica, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """The news without answers to orders, and without those of what has left this engine. Who was given to it for
-        the prompt alone has not ended."""
+        """The news without answers to orders. Who was given to this engine for the prompt alone has not ended."""
         out: list[EngineOutput] = []
         for news in outputs:
             if (asked := self._answers.get(news.request_id)) is not None:
@@ -136,8 +134,6 @@ class Handover:
                     del self._answers[news.request_id]
                     if not asked[1].done():
                         asked[1].set_result(news)
-            elif (replica.number, news.request_id) in self._leaving:
-                continue
             elif news.request_id in self._prompts and news.finish_reason == "length":
                 out.append(msgspec.structs.replace(news, finish_reason=None, stop_reason=None))
             else:
@@ -162,7 +158,6 @@ class Handover:
                 del self._answers[name]
                 if not future.done():
                     future.set_exception(gone)
-        self._leaving = {key: answer for key, answer in self._leaving.items() if key[0] != replica.number}
         self._prompts = {name: number for name, number in self._prompts.items() if number != replica.number}
 
     def forget(self, request_id: str) -> None:
@@ -231,8 +226,7 @@ class Handover:
             now = len(stream.request.prompt_token_ids) + len(longest.token_ids)
             if now - copied <= size or stage == MOST_STAGES:
                 break
-        self._leave(stream, source)
-        self._owner.pass_on(stream, target, stops=True)
+        self._owner.pass_on(stream, target)
         self.num_moved += 1
         self.num_copied_tokens += copied
         return Moved(stage, now, copied)
@@ -242,27 +236,6 @@ class Handover:
             raise InputError(f"request {stream.request_id!r} has ended meanwhile", param="request_id")
         if not self._has(source, stream):
             raise EngineGoneError(f"engine {source.number}, which had it, is {source.state}")
-
-    def _leave(self, stream: Stream, source: Replica) -> None:
-        """What this engine still says of it is of no use, until it has answered what is asked behind its abort."""
-        key = source.number, stream.request_id
-        answer = self._leaving[key] = object()
-
-        async def fence() -> None:
-            await self.flush(source)
-            if self._leaving.get(key) is not answer:
-                return
-            del self._leaving[key]
-            found = self._owner.find(stream.request_id)
-            if found is not None and found[0].replica is source and source.state == "ready":
-                self._owner.pass_on(stream, source, stops=False)  # it has come back meanwhile
-
-        # Behind the abort, which is sent in this turn of the loop: tasks begin in the next one.
-        self._begin(fence())
-
-    def waits(self, replica: Replica, request_id: str) -> bool:
-        """Whether this engine has not let go of it yet, and cannot be given it again."""
-        return (replica.number, request_id) in self._leaving
 
     async def _pass_on(self, stream: Stream, source: Replica) -> None:
         """Its prompt is done, and its first token made: when the blocks are written, another reads them and goes on."""
@@ -276,7 +249,7 @@ class Handover:
                 if not self._has(source, stream):
                     return
             self.num_passed += to is not source
-            self._owner.pass_on(stream, to, stops=False)
+            self._owner.pass_on(stream, to)
             return
 
     def _has(self, replica: Replica, stream: Stream) -> bool:

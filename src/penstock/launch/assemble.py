@@ -137,7 +137,7 @@ def engine_over(
         events=None if events is None else events.settings, **engine,
     )  # fmt: skip
     core.store_news = None if store is None else store.news
-    if store is not None and core.kv.stored is not None and config.execution.data_parallel_size > 1:
+    if store is not None and core.kv.stored is not None and config.execution.most_replicas > 1:
         core.kv.stored.look = store.look
     if events is not None:
         events.follow(core)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,9 +58,3 @@ class RankHostActor:
     def pids(self) -> tuple[int, int]:
         """Of this actor, and of its process (0: none yet)."""
         return os.getpid(), 0 if self._process is None else self._process.pid
-
-    def stop(self) -> None:
-        """Its ranks end with it. Kills it if it takes long."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            threading.Timer(5.0, self._process.kill).start()

@@ -36,10 +36,6 @@ FIELD = "distributed_executor_backend"
 log = logging.getLogger("penstock.ranks")
 
 
-def wants_ray(config: EngineConfig) -> bool:
-    return config.execution.distributed_executor_backend == "ray"
-
-
 class RayHosts:
     """Hosts of ranks in a cluster, until `close`. `config`: the engine's, with the address and the secret they have."""
 
@@ -60,6 +56,7 @@ class RayHosts:
         self._secret_file: str | None = None
         self._group: Any = None
         self._actors: list[Any] = []
+        self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
         try:
             address = run.master_addr
@@ -167,7 +164,7 @@ class RayHosts:
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)  # its process dies with it
-        if self._actors and hasattr(self, "_watcher"):
+        if self._watcher is not None:
             self._watcher.join(5)
         if self._group is not None:
             with contextlib.suppress(Exception):
