@@ -24,7 +24,7 @@ from penstock.runner.block_files import BlockFiles
 from penstock.runner.shared_secret import make_secret
 from penstock.text.validate import build_request
 from tests.engine.beside import Beside, beside
-from tests.engine.processes import within
+from tests.engine.processes import nano, within
 from tests.engine.test_process_link import params
 from tests.engine.test_remote_blocks import port_of, serving
 
