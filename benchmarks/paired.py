@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def tell(name: str, pairs: list[list[float]], *, less_now: bool) -> None:
-    from penstock.eval.cap.verdict import ratio_interval
+    from penstock.measure.intervals import ratio_interval
 
     before, after = ([pair[i] for pair in pairs] for i in (0, 1))
     a, b = statistics.median(before), statistics.median(after)

@@ -27,8 +27,8 @@ from rich.table import Table
 from penstock import LLM
 from penstock.base.bf16 import narrow
 from penstock.core.model_spec import weight_shapes
-from penstock.eval.cap.verdict import ratio_interval
 from penstock.families.qwen_moe import Qwen3Moe
+from penstock.measure.intervals import ratio_interval
 
 
 def made(folder: Path, args: argparse.Namespace) -> Path:

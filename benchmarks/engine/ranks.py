@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import LLM, SamplingParams
-from penstock.eval.cap.verdict import ratio_interval
+from penstock.measure.intervals import ratio_interval
 
 
 def asked(llm: LLM, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.policies.case import Case, Load
 
 from penstock.base.errors import EngineError
-from penstock.eval.cap.verdict import ratio_interval
+from penstock.measure.intervals import ratio_interval
 from penstock.plan.calibrated import Calibration
 from penstock.sim.calibrated import run_calibrated
 from penstock.sim.real import run_real

@@ -14,7 +14,8 @@ SMALL = ["nano", "--max-model-len", "128", "--requests", "3", "--input-len", "24
 
 def test_presets_are_measured_in_turns_and_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.md"
-    wanted = ["--presets", "orca,lightllm", "--rounds", "2", "--json", str(out), "--out", str(page)]
+    wanted = ["--presets", "orca,lightllm", "--rounds", "2", "--request-rate", "50"]
+    wanted += ["--json", str(out), "--out", str(page)]
     assert main(["bench", "presets", *SMALL, *wanted]) == 0
     found = json.loads(out.read_text())["presets"]
     assert list(found) == ["default", "orca", "lightllm"]
@@ -22,8 +23,30 @@ def test_presets_are_measured_in_turns_and_say_the_same(tmp_path: Path, capsys: 
         assert one["same_tokens"] is True
         assert len(one["tokens_per_s"]["rounds"]) == 2
         assert 0 < one["ttft_s"]["min"] <= one["ttft_s"]["median"] <= one["mean_latency_s"]["max"]
+        assert 0 < one["late_ttft_s"]["min"] <= one["late_ttft_s"]["max"]
+        assert len(one["late_per_token_s"]["rounds"]) == 2
     assert found["lightllm"]["features"]["decode"] == "token attention"
-    assert page.read_text().startswith("# Presets")
+    text = page.read_text()
+    assert text.startswith("# Presets")
+    assert "and as many again that come one by one, 50 a second" in text
+    assert "| latency per token over time, ms |" in text
+
+
+def test_requests_that_come_over_time_say_what_they_say_at_once() -> None:
+    """The first token waits for nobody who comes later, and tokens do not depend on when one comes."""
+    from penstock.bench.presets import _over_time
+    from penstock.config import from_kwargs
+    from penstock.core.sampling import SamplingParams
+    from penstock.launch.llm import LLM
+
+    llm = LLM.from_config(from_kwargs({}, model="nano", max_model_len=64))
+    prompts = [[1, 2, 3, number] for number in range(4, 8)]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    wanted = [out.outputs[0].token_ids for out in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
+    late = _over_time(llm, [(p, 5) for p in prompts], [0.0, 0.0, 0.3, 2.0])
+    assert [said for _, _, said in late] == [list(one) for one in wanted]
+    assert all(0 < first_s <= last_s for first_s, last_s, _ in late)
+    assert late[0][1] < 2.0
 
 
 def test_other_tokens_fail_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +88,7 @@ def test_one_that_cannot_run_is_told_and_the_others_go_on(
     (["bench", "presets", *SMALL, "--presets", "orcas"], "preset: 'orcas' is unknown"),
     (["bench", "presets", *SMALL, "--preset", "orca"], "--preset: leave it away; --presets names those that run"),
     (["bench", "presets", "nano", "--rounds", "0"], "--rounds, --requests and --input-len must be at least 1"),
+    (["bench", "presets", *SMALL, "--request-rate", "0"], "--request-rate: requests a second must be above 0"),
     (["features", "--columns", "kernel"], "--columns: 'kernel' is no column; the columns are"),
     (["features", "--presets", "orca,nothing"], "preset: 'nothing' is unknown"),
     (["features", "--preset", "orca,lightllm"], "preset: orca has"),

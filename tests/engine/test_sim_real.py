@@ -154,8 +154,11 @@ def test_both_are_compared_figure_by_figure(steps: Calibration) -> None:
         "TTFT p50, s", "TTFT p99, s", "TPOT p50, s", "TPOT p99, s", "output tokens/s",
     }  # fmt: skip
     assert found.worst == max(abs(line.ratio - 1) for line in found.lines)
-    same = compare_runs("fcfs", found.runs[0], found.runs[0])
-    assert all(line.ratio == 1 for line in same)
+    same = compare_runs("fcfs", [found.runs[0]], found.runs[0])
+    assert all(line.ratio == 1 and line.low == line.high == line.measured for line in same)
+    spread = compare_runs("fcfs", [found.runs[0], found.runs[1], found.runs[0]], found.runs[0])
+    assert all(line.ratio == 1 and line.low <= line.measured <= line.high for line in spread)
+    assert any(line.low < line.high for line in spread)
     a, b = (Distribution.of(np.array(v)) for v in ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 30.0, 40.0]))
     assert (distance(a, a), distance(a, b)) == (0.0, 0.5)
 

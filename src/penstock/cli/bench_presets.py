@@ -8,8 +8,6 @@ from typing import Any
 
 EXIT_OK, EXIT_FAILED = 0, 1
 COLUMNS = ("offload", "iteration", "prefill", "decode", "reuse", "sequences")
-FIGURES = ("first token alone, ms", "per token alone, ms", "tokens/s together", "mean latency together, s",
-           "same tokens")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--input-len", 128, "prompt tokens, about"), ("--output-len", 48, "generated tokens, about"),
     ):  # fmt: skip
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--request-rate", type=float, metavar="R",
+        help="as many requests come again one by one, R a second (Poisson); without it none do",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the page here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     add_engine_arguments(parser, model_positional=True)
@@ -43,6 +45,8 @@ def presets(args: argparse.Namespace) -> int:
 
     if min(args.rounds, args.requests, args.input_len) < 1 or args.output_len < 2:
         raise ConfigError("--rounds, --requests and --input-len must be at least 1, --output-len 2", field="rounds")
+    if args.request_rate is not None and not 0 < args.request_rate < float("inf"):
+        raise ConfigError("--request-rate: requests a second must be above 0 and finite", field="request_rate")
     names = list(PRESETS) if args.presets == "all" else [name.strip() for name in args.presets.split(",")]
     for name in names:
         preset_settings(name)
@@ -51,12 +55,15 @@ def presets(args: argparse.Namespace) -> int:
         raise ConfigError("--preset: leave it away; --presets names those that run", field="preset")
     configs = {bench.DEFAULT: engine_config(given)}
     configs |= {name: engine_config(given | {"preset": Given(name, "")}) for name in names}
-    work = bench.PresetWork(args.requests, args.input_len, args.output_len, configs[bench.DEFAULT].model.seed)
+    work = bench.PresetWork(args.requests, args.input_len, args.output_len, configs[bench.DEFAULT].model.seed,
+                            args.request_rate)  # fmt: skip
     with files.progress("presets", args.rounds * len(configs)) as advance:
         found = bench.measure(configs, work, args.rounds, advance)
     switched = {name: columns_of(config) for name, config in configs.items()}
     lines = list(bench.rows(found, switched, COLUMNS))
-    Console().print(table(["", *FIGURES], bench.rows(found)))
+    heads = [title for name, title, *_ in bench.FIGURES if args.request_rate or name not in bench.OVER_TIME]
+    heads.append("same tokens")
+    Console().print(table(["", *heads], bench.rows(found)))
     model = Path(configs[bench.DEFAULT].model.model).name
     result = {
         "work": vars(work), "rounds": args.rounds, "machine": machine_name(probe()), "model": model,
@@ -65,28 +72,31 @@ def presets(args: argparse.Namespace) -> int:
     if args.json is not None:
         files.save(args.json, result)
     if args.out is not None:
-        files.save_text(args.out, page(lines, result))
+        files.save_text(args.out, page(heads, lines, result))
     return EXIT_OK if all(one.same_tokens for one in found.values()) else EXIT_FAILED
 
 
-def page(lines: list[list[str]], result: dict[str, Any]) -> str:
+def page(heads: list[str], lines: list[list[str]], result: dict[str, Any]) -> str:
     """Markdown: what each switches on, its figures, and what it leaves out."""
     from penstock.cli.features import notes_of
     from penstock.config.presets import PRESETS
 
     work = result["work"]
+    late = "" if work["rate"] is None else (
+        f", and as many again that come one by one, {work['rate']:g} a second"
+    )  # fmt: skip
     text = [
         "# Presets", "",
         "The table by which surveys compare serving systems (arXiv 2312.15234, table 2, of November 2023), as settings "
         "of one engine: `--preset NAME` switches Penstock's parts to what each system had. It is no measurement of "
         "those systems: kernels are the same for all, so figures differ by batching, memory and reuse alone. "
         "`penstock features --presets all` prints the columns from the settings themselves.", "",
-        f"This page is what `penstock bench presets --out FILE.md` wrote of {result['model']} on {result['machine']}: "
-        f"{work['requests']} requests at once, prompts of about {work['input_len']} tokens whose first half is the "
-        f"same, about {work['output_len']} tokens of output (lognormal), {result['rounds']} rounds in turns. Each "
-        "figure is a median, its smallest and largest in brackets, and its ratio to the default settings' of the same "
-        "round.", "",
-        "| preset | " + " | ".join(FIGURES) + " |", "| --- |" + " --- |" * len(FIGURES),
+        f"This page is what `penstock bench presets --out FILE.md` wrote of {result['model']} on "
+        f"{result['machine']}: {work['requests']} requests at once, prompts of about {work['input_len']} tokens whose first half is the "
+        f"same, about {work['output_len']} tokens of output (lognormal){late}; {result['rounds']} rounds in turns. Each "
+        "figure is a median, and its ratio to the default settings' of the same round with its interval of 95 % over "
+        "rounds.", "",
+        "| preset | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads),
         *("| " + " | ".join([line[0], *line[1 + len(COLUMNS) :]]) + " |" for line in lines), "",
         "## What each switches on", "",
         "| preset | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS),

@@ -35,6 +35,9 @@ def add_arguments(kinds: Any) -> None:
     )
     compare.add_argument("--minutes", type=positive, default=0.5, metavar="M", help="of measuring (default: 0.5)")
     compare.add_argument(
+        "--rounds", type=count, default=1, metavar="N", help="runs of every policy on the real engine, in turns"
+    )
+    compare.add_argument(
         "--policies", metavar="NAMES", help="scheduling policies to run one after the other, with spaces or commas"
     )
     compare.add_argument("--out", type=Path, metavar="FILE.html", help="write a page with both curves")
@@ -122,11 +125,14 @@ def compare(args: argparse.Namespace) -> int:
     with console.status("starting") as status:
         found = fidelity(
             config, given, policies, workload, steps=None if args.steps is None else load(args.steps),
-            seconds=args.minutes * 60, truncate=args.truncate, say=status.update,
+            rounds=args.rounds, seconds=args.minutes * 60, truncate=args.truncate, say=status.update,
         )  # fmt: skip
-    shown = table(("policy", "figure", "measured", "simulated", "ratio"), title=workload.description, left=2, box=True)
+    shown = table(
+        ("policy", "figure", "measured", "rounds", "simulated", "ratio"), title=workload.description, left=2, box=True
+    )
     for line in found.lines:
-        cells = f"{line.measured:.4g}", f"{line.simulated:.4g}", f"{line.ratio:.3f}"
+        spread = f"{line.low:.4g} to {line.high:.4g}" if args.rounds > 1 else ""
+        cells = f"{line.measured:.4g}", spread, f"{line.simulated:.4g}", f"{line.ratio:.3f}"
         shown.add_row(line.policy, line.figure, *cells)
     console.print(shown)
     errors = found.steps.errors

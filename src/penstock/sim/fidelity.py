@@ -24,12 +24,17 @@ Measuring = Callable[[float, int], None]
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """One figure of one policy. Units: seconds, or tokens/s."""
+    """One figure of one policy. Units: seconds, or tokens/s.
+
+    `measured`: the median of the rounds, which went from `low` to `high`: how far one run is from the next here.
+    """
 
     policy: str
     figure: str
     measured: float
     simulated: float
+    low: float
+    high: float
 
     @property
     def ratio(self) -> float:
@@ -38,7 +43,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """`runs`: for every policy the measured one and the simulated one."""
+    """`runs`: for every policy the measured one (of several the one whose span is the median) and the simulated one."""
 
     steps: Calibration
     runs: tuple[SimResult, ...]
@@ -50,15 +55,20 @@ class Fidelity:
         return float(np.nanmax([abs(line.ratio - 1) for line in self.lines]))
 
 
-def compare_runs(policy: str, measured: SimResult, simulated: SimResult) -> list[ComparedFigure]:
-    """TTFT and TPOT, p50 and p99, and output tokens/s."""
-    ours, theirs = distributions(measured), distributions(simulated)
-    lines = [
-        ComparedFigure(policy, f"{name.upper()} p{p}, s", ours[name].percentile(p), theirs[name].percentile(p))
-        for name, p in FIGURES
-    ]
-    rates = [float(r.requests.num_output.sum()) / r.span_s for r in (measured, simulated)]
-    return [*lines, ComparedFigure(policy, "output tokens/s", *rates)]
+def compare_runs(policy: str, rounds: Sequence[SimResult], simulated: SimResult) -> list[ComparedFigure]:
+    """TTFT and TPOT, p50 and p99, and output tokens/s. `rounds`: the same requests on the real engine, once or more."""
+    measured, predicted = [_figures(result) for result in rounds], _figures(simulated)
+    lines = []
+    for name, value in predicted.items():
+        seen = [figures[name] for figures in measured]
+        lines.append(ComparedFigure(policy, name, float(np.median(seen)), value, min(seen), max(seen)))
+    return lines
+
+
+def _figures(result: SimResult) -> dict[str, float]:
+    found = distributions(result)
+    figures = {f"{name.upper()} p{p}, s": found[name].percentile(p) for name, p in FIGURES}
+    return figures | {"output tokens/s": float(result.requests.num_output.sum()) / result.span_s}
 
 
 def fidelity(
@@ -68,13 +78,15 @@ def fidelity(
     workload: Workload,
     *,
     steps: Calibration | None = None,
+    rounds: int = 1,
     seconds: float = 30.0,
     longest: int = 1024,
     truncate: bool = False,
     say: Callable[[str], None] = lambda line: None,
     measuring: Measuring | None = None,
 ) -> Fidelity:
-    """Run `workload` under each policy on the engine of `config`, then simulated with the same settings.
+    """Run `workload` under each policy on the engine of `config`, in turns, `rounds` times; then simulate it with the
+    same settings.
 
     Without `steps` these are measured for `seconds` in all, before each run and after the last, so that a machine that
     is not equally fast all the time is known as it was meanwhile. `given`: the settings of `config` that somebody gave,
@@ -83,9 +95,10 @@ def fidelity(
     fitted: list[Sample] = []
     held: list[Sample] = []
     own = config if steps is None else _named(config_for(steps, given), config)
-    part_s = seconds / (len(policies) + 1)
-    found, measured = steps, []
-    for number, policy in enumerate((*policies, "")):
+    part_s = seconds / (rounds * len(policies) + 1)
+    found = steps
+    measured: dict[str, list[SimResult]] = {policy: [] for policy in policies}
+    for number, policy in enumerate([*policies] * rounds + [""]):
         if steps is None:
             say("measuring steps")
             with real_engine(plain(config)) as engine:
@@ -94,18 +107,18 @@ def fidelity(
                 if not policy:
                     found = calibration_of(engine, plain(config), fitted, held)
         if policy:
-            say(f"{policy}: the real engine")
+            say(f"{policy}: the real engine, {len(measured[policy]) + 1} of {rounds}")
             placed = replace(own, scheduler=replace(own.scheduler, scheduling_policy=policy))
             with real_engine(placed) as engine:
-                measured.append(run_on(engine, workload, label=f"{policy}, measured", truncate=truncate))
+                measured[policy].append(run_on(engine, workload, label=f"{policy}, measured", truncate=truncate))
     assert found is not None
     runs: list[SimResult] = []
     lines: list[ComparedFigure] = []
-    for policy, real in zip(policies, measured, strict=True):
+    for policy, real in measured.items():
         say(f"{policy}: simulated")
         chosen = {**given, "scheduling_policy": policy}
         simulated = run_calibrated(found, chosen, workload, label=f"{policy}, simulated", truncate=truncate)
-        runs += [real, simulated]
+        runs += [sorted(real, key=lambda result: result.span_s)[len(real) // 2], simulated]
         lines += compare_runs(policy, real, simulated)
     return Fidelity(found, tuple(runs), tuple(lines))
 

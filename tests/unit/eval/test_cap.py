@@ -19,11 +19,12 @@ from penstock.eval.cap.labels import AXES, LABELS, label_of
 from penstock.eval.cap.rounds import MOST_ROUNDS, num_wide, run_rounds
 from penstock.eval.cap.speed import Speed
 from penstock.eval.cap.text import token_kl
-from penstock.eval.cap.verdict import Label, Measure, confirm, judge, measure, ratio_interval, together, verdict
+from penstock.eval.cap.verdict import Label, Measure, confirm, judge, measure, together, verdict
 from penstock.eval.result import Scored, TaskResult, figure
 from penstock.eval.run import Prepared
 from penstock.eval.tasks import make_tasks
 from penstock.eval.tasks.base import Example
+from penstock.measure.intervals import ratio_interval
 
 NANO = from_kwargs(model="nano")
 

@@ -12,10 +12,11 @@ from penstock.eval.cap.conditions import Conditions
 from penstock.eval.cap.context import GRID_ENDS, Context, Scores, gain_of
 from penstock.eval.cap.speed import Speed, by_round
 from penstock.eval.cap.text import Divergence
-from penstock.eval.cap.verdict import Measure, Verdict, measure, ratio_interval
+from penstock.eval.cap.verdict import Measure, Verdict, measure
 from penstock.eval.intervals import Interval, bootstrap
 from penstock.eval.paired import difference
 from penstock.eval.result import TaskResult
+from penstock.measure.intervals import ratio_interval
 
 FORMAT = 1
 

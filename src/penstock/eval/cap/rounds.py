@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from penstock.eval.cap.conditions import Conditions
 from penstock.eval.cap.report import Rounds
 from penstock.eval.cap.speed import Speed, by_round
-from penstock.eval.cap.verdict import ratio_interval
+from penstock.measure.intervals import ratio_interval
 
 OF_GAIN = 0.25
 """An interval may reach so far to either side, as a share of its gain; or as far as the tolerance, if that is more."""
