@@ -18,6 +18,7 @@ from penstock.base.errors import ConfigError, EngineError
 from penstock.config import from_kwargs
 from penstock.core.step_shape import StepShape
 from penstock.executor.sim import SimExecutor
+from penstock.measure.stolen import StolenTime
 from penstock.plan.calibrated import Calibration, load
 from penstock.plan.measured import MeasuredTimer, StepLaw
 from penstock.sim.build import build_sim
@@ -223,3 +224,22 @@ def test_loads_fit_a_small_machine() -> None:
     assert [r.arrival_s for r in load] == [r.arrival_s for r in drawn(prompt=9)(5.0, 1, 50)], "lengths move no arrival"
     even = squeezed(from_list("x", [TimedRequest(t, 8, 4) for t in (10.0, 11.0, 14.0)]), 0.5)
     assert [r.arrival_s for r in even] == [0.0, 1.0, 4.0]
+
+
+def test_runs_that_were_disturbed_are_repeated(steps: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that takes half of the time from every second run."""
+    from penstock.sim import fidelity as module
+
+    shares = iter([0.5, 0.0, 0.5, 0.5, 0.01])
+    monkeypatch.setattr(module.StolenTime, "share", lambda self: next(shares))
+    found = fidelity(CONFIG, SETTINGS, ["fcfs"], LOAD.limited(3), steps=steps, rounds=2, most_stolen=0.02)
+    assert (found.stolen, found.repeated) == ((0.0, 0.01), 3)
+
+
+def test_what_a_host_took_away_is_read_from_the_system(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  1 2 3 4 5 6 7 100 0 0\ncpu0 1\n")
+    watch = StolenTime(stat)
+    stat.write_text("cpu  1 2 3 4 5 6 7 1000000 0 0\ncpu0 1\n")
+    assert watch.share() == 1.0
+    assert StolenTime(tmp_path / "none").share() == 0.0

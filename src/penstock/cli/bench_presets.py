@@ -92,10 +92,10 @@ def page(heads: list[str], lines: list[list[str]], result: dict[str, Any]) -> st
         "those systems: kernels are the same for all, so figures differ by batching, memory and reuse alone. "
         "`penstock features --presets all` prints the columns from the settings themselves.", "",
         f"This page is what `penstock bench presets --out FILE.md` wrote of {result['model']} on "
-        f"{result['machine']}: {work['requests']} requests at once, prompts of about {work['input_len']} tokens whose first half is the "
-        f"same, about {work['output_len']} tokens of output (lognormal){late}; {result['rounds']} rounds in turns. Each "
-        "figure is a median, and its ratio to the default settings' of the same round with its interval of 95 % over "
-        "rounds.", "",
+        f"{result['machine']}: {work['requests']} requests at once, prompts of about {work['input_len']} tokens whose "
+        f"first half is the same, about {work['output_len']} tokens of output (lognormal){late}; {result['rounds']} "
+        "rounds in turns. Each figure is a median, and its ratio to the default settings' of the same round with its "
+        "interval of 95 % over rounds.", "",
         "| preset | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads),
         *("| " + " | ".join([line[0], *line[1 + len(COLUMNS) :]]) + " |" for line in lines), "",
         "## What each switches on", "",

@@ -16,6 +16,7 @@ import numpy as np
 from penstock.base.clock import MonotonicClock
 from penstock.config import EngineConfig
 from penstock.launch.build import Engine
+from penstock.measure.stolen import StolenTime
 from penstock.sim.driver import Sample
 from penstock.sim.real import run_on
 from penstock.sim.workload import TimedRequest, from_list
@@ -24,8 +25,10 @@ MIN_CHUNK = 16
 HELD_OUT = 4
 """Every so many-th round is not fitted to but predicted."""
 LEAST_ROUNDS = 8
+_PATIENCE = 3
+"""Times the seconds asked for, in which rounds that were disturbed are left out."""
 ROUND_TOKENS = 3072
-"""Of all requests of a round: many short ones or a few long ones."""
+"""Of all requests of a round, at least: many short ones or a few long ones."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,10 @@ def draw_round(
 ) -> Round:  # fmt: skip
     """`longest`: tokens of a request; `pool`: of all that run together; `max_tokens`: of a step."""
     longest = max(4, min(longest, pool))
+    room = max(ROUND_TOKENS, 2 * longest)  # two of the longest: one decodes while the other's prompt is read
     num_seqs = _between(rng, 1, max_num_seqs)
     budget = max(num_seqs, _between(rng, min(MIN_CHUNK, max_tokens), max_tokens))
-    top = min(longest - 2, max(2, min(pool // num_seqs, ROUND_TOKENS // (num_seqs + 1)) - 2))
+    top = min(longest - 2, max(2, min(pool // num_seqs, room // (num_seqs + 1)) - 2))
     scale = _between(rng, 2, top)
     requests = []
     # One more than run at once: somebody's prompt is read while others decode.
@@ -72,12 +76,13 @@ def plain(config: EngineConfig) -> EngineConfig:
 
 def collect(
     engine: Engine, *, seconds: float, longest: int, seed: int = 0,
-    progress: Callable[[float, int], None] | None = None,
+    progress: Callable[[float, int], None] | None = None, most_stolen: float = 1.0,
 ) -> tuple[list[Sample], list[Sample]]:  # fmt: skip
     """(samples to fit to, samples to check with). At least LEAST_ROUNDS rounds, and as many as begin in `seconds`.
 
-    `longest`: tokens of the longest request. `progress` hears of the share of the time and the number of steps.
-    The engine is `plain`. Mutates it; it is as it was in the end.
+    `longest`: tokens of the longest request. `most_stolen`: rounds in which the machine's host took away more of the
+    processors' time are left out, while there is time for others. `progress` hears of the share of the time and the
+    number of steps. The engine is `plain`. Mutates it; it is as it was in the end.
     """
     rng = np.random.default_rng([seed, 0xCA1])
     clock, core, plan = MonotonicClock(), engine.core, engine.plan
@@ -94,8 +99,12 @@ def collect(
             )  # fmt: skip
             scheduler.max_num_seqs, scheduler.max_num_batched_tokens = drawn.num_seqs, drawn.budget
             samples = held if number % HELD_OUT == HELD_OUT - 1 else fitted
+            watch, before = StolenTime(), len(samples)
             run_on(engine, from_list(f"round {number}", drawn.requests), samples=samples)
             core.kv.reset_prefix_cache()  # the next round's prompts begin alike
+            if watch.share() > most_stolen and clock.now() - began_s < _PATIENCE * seconds:
+                del samples[before:]
+                continue
             number += 1
             if progress is not None:
                 share = max((clock.now() - began_s) / seconds, number / LEAST_ROUNDS * (seconds <= 0))

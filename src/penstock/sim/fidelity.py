@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import EngineConfig
+from penstock.measure.stolen import StolenTime
 from penstock.plan.calibrated import Calibration
 from penstock.plan.measured import Sample
 from penstock.sim.calibrate import collect, plain
@@ -18,6 +19,7 @@ from penstock.sim.real import real_engine, run_on
 from penstock.sim.result import SimResult
 from penstock.sim.workload import Workload
 
+TRIES = 4
 FIGURES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99))
 Measuring = Callable[[float, int], None]
 
@@ -43,11 +45,17 @@ class ComparedFigure:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """`runs`: for every policy the measured one (of several the one whose span is the median) and the simulated one."""
+    """`runs`: for every policy the measured one (of several the one whose span is the median) and the simulated one.
+
+    `stolen`: of each round in turn, the share of the processors' time that the machine's host took away. `repeated`:
+    runs that were left out for that.
+    """
 
     steps: Calibration
     runs: tuple[SimResult, ...]
     lines: tuple[ComparedFigure, ...]
+    stolen: tuple[float, ...] = ()
+    repeated: int = 0
 
     @property
     def worst(self) -> float:
@@ -79,6 +87,7 @@ def fidelity(
     *,
     steps: Calibration | None = None,
     rounds: int = 1,
+    most_stolen: float = 1.0,
     seconds: float = 30.0,
     longest: int = 1024,
     truncate: bool = False,
@@ -89,28 +98,42 @@ def fidelity(
     same settings.
 
     Without `steps` these are measured for `seconds` in all, before each run and after the last, so that a machine that
-    is not equally fast all the time is known as it was meanwhile. `given`: the settings of `config` that somebody gave,
-    by name. Raises as `launch.build.start`, ConfigError for settings that `steps` were not measured with.
+    is not equally fast all the time is known as it was meanwhile. A run, or a round of steps, in which a virtual
+    machine's host took away more than `most_stolen` of the processors' time is repeated, a run TRIES times at most.
+
+    `given`: the settings of `config` that somebody gave, by name. Raises as `launch.build.start`, ConfigError for
+    settings that `steps` were not measured with.
     """
     fitted: list[Sample] = []
     held: list[Sample] = []
     own = config if steps is None else _named(config_for(steps, given), config)
     part_s = seconds / (rounds * len(policies) + 1)
-    found = steps
+    found, repeated = steps, 0
+    stolen: list[float] = []
     measured: dict[str, list[SimResult]] = {policy: [] for policy in policies}
     for number, policy in enumerate([*policies] * rounds + [""]):
         if steps is None:
             say("measuring steps")
             with real_engine(plain(config)) as engine:
-                more = collect(engine, seconds=part_s, longest=longest, seed=number, progress=measuring)
+                more = collect(
+                    engine, seconds=part_s, longest=longest, seed=number, progress=measuring, most_stolen=most_stolen
+                )
                 fitted, held = fitted + more[0], held + more[1]
                 if not policy:
                     found = calibration_of(engine, plain(config), fitted, held)
         if policy:
             say(f"{policy}: the real engine, {len(measured[policy]) + 1} of {rounds}")
             placed = replace(own, scheduler=replace(own.scheduler, scheduling_policy=policy))
-            with real_engine(placed) as engine:
-                measured[policy].append(run_on(engine, workload, label=f"{policy}, measured", truncate=truncate))
+            for tries_left in range(TRIES - 1, -1, -1):
+                with real_engine(placed) as engine:
+                    watch = StolenTime()
+                    result = run_on(engine, workload, label=f"{policy}, measured", truncate=truncate)
+                share = watch.share()
+                if share <= most_stolen or not tries_left:
+                    break
+                repeated += 1
+            measured[policy].append(result)
+            stolen.append(share)
     assert found is not None
     runs: list[SimResult] = []
     lines: list[ComparedFigure] = []
@@ -120,7 +143,7 @@ def fidelity(
         simulated = run_calibrated(found, chosen, workload, label=f"{policy}, simulated", truncate=truncate)
         runs += [sorted(real, key=lambda result: result.span_s)[len(real) // 2], simulated]
         lines += compare_runs(policy, real, simulated)
-    return Fidelity(found, tuple(runs), tuple(lines))
+    return Fidelity(found, tuple(runs), tuple(lines), tuple(stolen), repeated)
 
 
 def _named(config: EngineConfig, other: EngineConfig) -> EngineConfig:
