@@ -26,10 +26,10 @@ from rich.console import Console
 
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.report.chart import Chart, Line
 from penstock.report.numbers import percent
 from penstock.sim.autoscale import ScaledReplicas
-from penstock.sim.build import device_plan
 from penstock.sim.metrics import Slo, within
 from penstock.sim.service import SimulatedService
 from penstock.sim.specs import find_spec

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from penstock.config import from_kwargs
 from penstock.plan.devices import Device, find_device
+from penstock.plan.simulated import device_plan
 from penstock.report.tables import table
 from penstock.route import ROUTERS
 from penstock.route.prefix import PrefixRoute
-from penstock.sim.build import device_plan
 from penstock.sim.metrics import distributions
 from penstock.sim.replicas import Replicas
 from penstock.sim.result import SimResult

@@ -20,8 +20,9 @@ from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.launch.adaptive import DEFAULTS, adapt, check_adaptive, movable_of, promise_of
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.sched.controller import PERIOD_S, REST_S, Controller, LoadView, Promise, Wish
-from penstock.sim.build import build_sim, device_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.result import SimResult
 from penstock.sim.specs import find_spec

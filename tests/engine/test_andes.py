@@ -14,9 +14,10 @@ from penstock.config import from_kwargs
 from penstock.core.qoe import Expected
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import StepShape
+from penstock.plan.simulated import sim_plan
 from penstock.sched.policy import make_policy
 from penstock.sched.policy.andes import Andes
-from penstock.sim.build import build_sim, sim_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.metrics import metrics
 from penstock.sim.result import SimResult

@@ -13,8 +13,9 @@ from penstock.base.errors import InputError
 from penstock.config import from_kwargs
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.sim import goodput
-from penstock.sim.build import build_sim, device_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.goodput import find_goodput
 from penstock.sim.metrics import Slo, within

@@ -13,8 +13,9 @@ from penstock.config import from_kwargs
 from penstock.measure.cost import Price
 from penstock.measure.energy import Power
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.sim.alone import Alone, with_alone
-from penstock.sim.build import build_sim, device_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.metrics import distributions, metrics, steady
 from penstock.sim.report import html_page, table

@@ -15,8 +15,9 @@ from penstock.core.qoe import Expected, quality
 from penstock.core.step_shape import StepShape
 from penstock.engine.record import Recorder, replay
 from penstock.executor.sim import SimExecutor
+from penstock.plan.simulated import sim_plan
 from penstock.sched.policy import POLICIES
-from penstock.sim.build import build_sim, sim_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import Progress, SimLimits, simulate
 from penstock.sim.metrics import Slo, by_tenant, distributions, metrics
 from penstock.sim.result import SimResult

@@ -20,7 +20,8 @@ from penstock.engine.record import Recorder, replay
 from penstock.executor.sim import SimExecutor
 from penstock.executor.sim_files import DiskRates, SimFolder
 from penstock.kv.tier_facts import counters_of
-from penstock.sim.build import build_sim, sim_plan
+from penstock.plan.simulated import sim_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, hits_by_tier, simulate
 from penstock.sim.metrics import metrics
 from penstock.sim.specs import find_spec

@@ -238,7 +238,7 @@ def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], Simula
     from penstock.launch.names import check_names
     from penstock.plan.calibrated import check_spec, is_calibration, load
     from penstock.plan.devices import find_device
-    from penstock.sim.build import device_plan
+    from penstock.plan.simulated import device_plan
     from penstock.sim.calibrated import config_for, plan_for
     from penstock.sim.service import SimulatedService
 

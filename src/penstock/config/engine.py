@@ -17,6 +17,7 @@ from penstock.config.positions import parse_rope_scaling
 from penstock.config.ranks import check_ranks, check_replicas
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
+from penstock.config.simulated import check_simulated
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
 from penstock.core.block_codec import BLOCK_CODECS, HIDDEN, PLAIN
 from penstock.core.kv_format import parse_kv_format
@@ -504,6 +505,11 @@ class ExecutionConfig(Section):
         "Where the model runs. inproc: in the engine's own thread. multiproc: in a process of its own, so that with "
         "depth 2 the engine schedules while it runs.",
     )
+    simulated_device: str | None = setting(
+        None,
+        "Compute nothing: answer with made-up tokens at the pace of this device (h100-sxm, a100-80g, or a file that "
+        "penstock sim calibrate wrote of this model), to try clients, limits and several engines. No weights are read.",
+    )
     depth: int = setting(1, "Steps that may be in flight; by default 2 on a GPU.", minimum=1)
     log_file: str | None = setting(
         None,
@@ -603,6 +609,8 @@ class EngineConfig:
             check_ranks(self)
         if self.execution.most_replicas > 1:
             check_replicas(self)
+        if self.execution.simulated_device is not None:
+            check_simulated(self)
         if self.execution.memory_bytes is not None:
             self._check_one_budget()
         if self.execution.expert_memory_bytes is not None and by_layer:

@@ -142,7 +142,8 @@ def engine_over(
     if events is not None:
         events.follow(core)
     # Baselines reserve, and poisoned memory was written to: neither grows.
-    if config.cache.kv_allocator in ("paged", "modules") and not spec.poison:
+    simulated = config.execution.simulated_device is not None  # its memory is not this machine's
+    if config.cache.kv_allocator in ("paged", "modules") and not spec.poison and not simulated:
         core.grower = Grower(ask, executor.back, takes_all=config.sizes_kv)
         core.grower.begin(core.kv.backing)
     if config.scheduler.adaptive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.messages import EngineInfo
 from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import EMPTY
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
@@ -147,9 +148,7 @@ def start(
         for decision in shared:
             log.info("%s: %s: %s", decision.name, decision.value, decision.why)
     named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
-    plan = resolve(
-        config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
-    )  # fmt: skip
+    config, plan = _planned(config, checkpoint.spec, machine, named, checkpoint.stored)
     spans.end("model's files opened, planned")
     # A server's front reads text itself: its engine reads a tokenizer only if a part of it needs one. A large
     # vocabulary is 40 MB and half a second.
@@ -172,6 +171,11 @@ def start(
     followed = followed_blocks(block_secret, config, plan, events)
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
+    timer: StepTimer = RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+    if config.execution.simulated_device is not None:
+        from penstock.launch.simulated import scheduling_timer  # nobody else needs it
+
+        timer = scheduling_timer(config, checkpoint.spec, plan, timer)
     core = engine_over(
         config,
         plan,
@@ -180,7 +184,7 @@ def start(
         clock,
         loading=progress,
         box=box,
-        timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
+        timer=timer,
         seconds_budget=serving,
         store=store,
         events=followed or events,
@@ -225,6 +229,16 @@ def start(
     )
 
 
+def _planned(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec], stored: Any
+) -> tuple[EngineConfig, Plan]:
+    if config.execution.simulated_device is not None:
+        from penstock.launch.simulated import simulated_plan  # nobody else needs it
+
+        return simulated_plan(config, spec, machine)
+    return config, resolve(config, spec, machine, drafts, keeping_of(config), stored, traits_of(config))
+
+
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     return foreseen(config, machine)[0]
@@ -244,7 +258,7 @@ def foreseen(config: EngineConfig, machine: Machine | None = None) -> tuple[Plan
 
         config, shared = choose_offload(config, spec, machine, stored)
         chosen = (*chosen, *shared)
-    plan = resolve(config, spec, machine, draft_specs(config, heads), keeping_of(config), stored, traits_of(config))
+    config, plan = _planned(config, spec, machine, draft_specs(config, heads), stored)
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
     decided = (*backend_decisions(config, spec, plan), *events_decision(config))
     said = (_sampling(generation, limits_of(spec, generation, plan), config)[1],) if spec.has_head else ()

@@ -19,7 +19,7 @@ from penstock.base.spans import Spans
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.model_spec import ModelSpec
 from penstock.core.weight_swap import WeightFacts
-from penstock.executor.rank import Progress, RankSpec
+from penstock.executor.rank import Progress, Rank, RankSpec
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
@@ -74,7 +74,7 @@ def open_files(config: EngineConfig, path: str | Path, draft_models: Sequence[Op
 def build_rank(
     spec: RankSpec, loading: Progress | None = None, *, files: ModelFiles | None = None, clock: Clock | None = None,
     spans: Spans | None = None,
-) -> Runner:  # fmt: skip
+) -> Rank:  # fmt: skip
     """`files`: what `spec` names, if this process has opened it already. `spans`: is told what the time goes to.
 
     Raises: ModelError for weights that cannot be read, ConfigError for settings that do not fit them.
@@ -86,6 +86,10 @@ def build_rank(
         named = zip(plan.drafts, spec.drafts, strict=True)
         files = open_files(config, spec.model, [reopened(config, draft.name, path) for draft, path in named])
     checkpoint = files.checkpoint
+    if config.execution.simulated_device is not None:
+        from penstock.launch.simulated import simulated_rank  # nobody else needs it
+
+        return simulated_rank(config, plan, checkpoint, clock or MonotonicClock())
     grammars = None
     if not config.model.skip_tokenizer_init and files.tokenizer.kind != "none":
         grammars = grammar_cache(

@@ -16,7 +16,8 @@ from penstock.core.protocols import StepTimer
 from penstock.plan.calibrated import CalibratedTimer, Calibration
 from penstock.plan.devices import Device
 from penstock.plan.resolve import Plan
-from penstock.sim.build import build_sim, device_plan
+from penstock.plan.simulated import device_plan
+from penstock.sim.build import build_sim
 from penstock.sim.calibrated import config_for, plan_for
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.result import SimResult

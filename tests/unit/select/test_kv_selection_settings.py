@@ -15,7 +15,7 @@ from penstock.core.machine import Machine
 from penstock.core.model_spec import Alibi, ModelSpec, QkNorm
 from penstock.launch.selection import keeping_of
 from penstock.plan.resolve import resolve
-from penstock.sim.build import sim_plan
+from penstock.plan.simulated import sim_plan
 from tests import specs
 
 MACHINE = Machine(num_cores=2, memory_bytes=1 << 33, available_bytes=1 << 32)

@@ -10,8 +10,8 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.sim.autoscale import ScaledReplicas, ScaledRun
-from penstock.sim.build import device_plan
 from penstock.sim.metrics import Slo, within
 from penstock.sim.service import SimulatedService
 from penstock.sim.specs import find_spec

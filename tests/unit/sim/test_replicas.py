@@ -11,9 +11,9 @@ import pytest
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
+from penstock.plan.simulated import device_plan
 from penstock.route import ROUTERS
 from penstock.route.prefix import PrefixRoute
-from penstock.sim.build import device_plan
 from penstock.sim.metrics import metrics
 from penstock.sim.replicas import Replicas, open_run
 from penstock.sim.result import SimResult

@@ -15,10 +15,11 @@ from penstock.engine.core import EngineCore
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
 from penstock.plan.resolve import Plan
+from penstock.plan.simulated import sim_plan
 from penstock.report.chart import Chart
 from penstock.report.page import render
 from penstock.sched.policy.slot_use import SlotUse
-from penstock.sim.build import build_sim, sim_plan
+from penstock.sim.build import build_sim
 from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.result import SimResult
 from penstock.sim.workload import Workload
