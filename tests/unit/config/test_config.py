@@ -82,7 +82,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_offload_secret_file": None, "kv_pin_share": 0.1, "kv_events_config": None,
         "offline_policy": "fcfs", "offline_step_ms": 100.0, "offline_slowdown": 0.1,
         "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None, "plugin": None,
-        "preset": None, "tuned_for": None, "decode_step_ms": 100.0, "adaptive": False,
+        "simulated_device": None, "preset": None, "tuned_for": None, "decode_step_ms": 100.0, "adaptive": False,
             "adaptive_slo": "ttft=1,tpot=0.1", "adaptive_knobs": "all",
     }  # fmt: skip
 
