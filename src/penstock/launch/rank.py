@@ -89,7 +89,8 @@ def build_rank(
     if config.execution.simulated_device is not None:
         from penstock.launch.simulated import simulated_rank  # nobody else needs it
 
-        return simulated_rank(config, plan, checkpoint, clock or MonotonicClock())
+        ends = limits_of(checkpoint.spec, checkpoint.generation_config, plan).eos_token_ids
+        return simulated_rank(config, plan, checkpoint.spec, ends, clock or MonotonicClock())
     grammars = None
     if not config.model.skip_tokenizer_init and files.tokenizer.kind != "none":
         grammars = grammar_cache(

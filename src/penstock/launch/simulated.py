@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import msgspec
@@ -13,9 +14,7 @@ from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import StepTimer
 from penstock.executor.paced import PacedRank
-from penstock.families.checkpoint import Checkpoint
 from penstock.launch.backend import traits_of
-from penstock.launch.rank import limits_of
 from penstock.launch.selection import keeping_of
 from penstock.plan.calibrated import CalibratedTimer, check_spec, is_calibration, load
 from penstock.plan.cost import RooflineTimer
@@ -61,10 +60,8 @@ def scheduling_timer(config: EngineConfig, spec: ModelSpec, plan: Plan, own: Ste
     return own if name is None or is_calibration(name) else simulated_timer(config, spec, plan)
 
 
-def simulated_rank(config: EngineConfig, plan: Plan, checkpoint: Checkpoint, clock: Clock) -> PacedRank:
-    """Reads no weights."""
-    spec = checkpoint.spec
-    ends = limits_of(spec, checkpoint.generation_config, plan).eos_token_ids
+def simulated_rank(config: EngineConfig, plan: Plan, spec: ModelSpec, ends: Collection[int], clock: Clock) -> PacedRank:
+    """`ends`: tokens that end sequences, which it never tells. Reads no weights."""
     return PacedRank(
         simulated_timer(config, spec, plan), clock, vocab_size=spec.num_ids, never=ends,
         page_bytes=[group.slab_bytes(plan.block_size) // group.pages_per_slab for group in plan.groups],

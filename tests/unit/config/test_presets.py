@@ -119,9 +119,10 @@ def test_a_column_that_is_none_is_one_sentence() -> None:
 
 
 def test_the_page_says_of_each_what_it_does_and_what_it_leaves_out() -> None:
-    work = {"requests": 4, "input_len": 8, "output_len": 8}
+    work = {"requests": 4, "input_len": 8, "output_len": 8, "rate": None}
+    heads = ["first token", "per token", "tokens/s", "mean latency", "same tokens"]
     line = ["orca", *("x" for _ in SHOWN), "1; 1.00", "2; 1.00", "3; 1.00", "4; 1.00", "yes"]
-    text = page([line], {"work": work, "rounds": 2, "machine": "M", "model": "nano"})
+    text = page(heads, [line], {"work": work, "rounds": 2, "machine": "M", "model": "nano"})
     assert "| orca | 1; 1.00 | 2; 1.00 | 3; 1.00 | 4; 1.00 | yes |" in text
     assert "`orca`: requests come and go at every step" in text
     assert "Give tensor_parallel_size: over how many ranks;" in text
