@@ -116,9 +116,10 @@ PRESETS: dict[str, Preset] = {
         lacks=("engines of NVIDIA's compiler",),
     ),
     "flexflow-serve": Preset(
-        "trees of drafts are verified at every step",
+        "trees of drafts are verified at every step, preempted sequences swapped",
         _PAGES
-        | {"scheduling_policy": "fcfs", "speculative_config": '{"method": "suffix", "num_speculative_tokens": 8}'},
+        | {"scheduling_policy": "fcfs", "speculative_config": '{"method": "suffix", "num_speculative_tokens": 8}'}
+        | {"swap_space": 4.0, "preemption_mode": "auto"},
         _said(True, True, True, True, "cuBLAS GEMM", "tree attention", "latency"),
         asks={"speculative_config": _DRAFTS + "; without it a tree of what was said before drafts"},
     ),

@@ -14,7 +14,8 @@ from penstock.sched.policy.fcfs import Fcfs
 
 
 class Dynamic(Fcfs):
-    """Members of a batch enter as memory and budget allow; nobody else does until all of them have ended.
+    """Members of a batch enter as memory and budget allow, until one of them has ended: who has not begun by then waits
+    for the next batch, or places would be filled again at every step. Nobody else enters until all have ended.
 
     Args:
         timeout_s: how long the oldest waiting request may wait for company before a batch is launched, seconds.
@@ -38,6 +39,8 @@ class Dynamic(Fcfs):
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
         members = self._members(waiting)
+        if running and members:
+            members = self._begun(running, members)
         if not running and not members:
             members = self._launch(waiting)
         return super().order(running, members)
@@ -65,6 +68,15 @@ class Dynamic(Fcfs):
             if seq.arrival in self._batch and not seq.held:
                 members.append(seq)
         return members
+
+    def _begun(self, running: Seq[Sequence], members: list[Sequence]) -> list[Sequence]:
+        """Those who wait for the batch that runs; with one that has ended only such as came back to the queue."""
+        there = {seq.arrival for seq in running} | {seq.arrival for seq in members}
+        if self._batch <= there:
+            return members
+        late = {seq.arrival for seq in members if seq.scheduled_s is None} - {seq.arrival for seq in running}
+        self._batch -= late
+        return [seq for seq in members if seq.arrival not in late]
 
     def _launch(self, waiting: Seq[Sequence]) -> list[Sequence]:
         self._batch = set()
