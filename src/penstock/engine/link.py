@@ -16,13 +16,15 @@ class Down:
     """The engine is gone. `suspects`: the requests that it was working on (`blackbox.handle_of`); empty if unknown.
 
     `fatal`: it will not come back (`reason` says why, in one sentence). `from_outside`: somebody else may have killed
-    it.
+    it. `away`: its host is out of reach, and nobody knows for how long; with `fatal`, for so long that nothing is to
+    wait for it any more, though it may still come.
     """
 
     reason: str
     suspects: tuple[int, ...] = ()
     fatal: bool = False
     from_outside: bool = False
+    away: bool = False
 
 
 class Listener(Protocol):
@@ -63,4 +65,25 @@ class Link(Protocol):
 
     async def close(self) -> None:
         """End the engine at once and free everything. May be called twice."""
+        ...
+
+
+class LateListener(Listener, Protocol):
+    """The owner of a `LateLink`."""
+
+    def refuses(self, info: EngineInfo) -> str:
+        """Why an engine that is like this cannot be one of the owner's, in a sentence; "": it can."""
+        ...
+
+
+class LateLink(Protocol):
+    """A `Link` to one engine on another host, which comes when it comes, goes, and comes again. `Link.start` is for a
+    host that is there already."""
+
+    def begin(self, listener: LateListener) -> None:
+        """Wait for its host from now on, and have an engine there whenever there is one. Not awaited."""
+        ...
+
+    def dismiss(self, problem: str) -> None:
+        """Its host is to leave, and not to come again: `problem` tells it why. After `close`."""
         ...
