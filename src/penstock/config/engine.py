@@ -598,7 +598,9 @@ class ExecutionConfig(Section):
     @property
     def replicas_field(self) -> str:
         """The setting that makes several of them."""
-        return "data_parallel_size" if self.data_parallel_size > 1 else "max_replicas"
+        if self.data_parallel_size > 1:
+            return "data_parallel_size"
+        return "data_parallel_size_local" if self.num_elsewhere else "max_replicas"
 
     @property
     def ranks_field(self) -> str:

@@ -223,6 +223,7 @@ class EngineClient:
             await asyncio.gather(*(one.link.start(one) for one in self.replicas if one.late is None))
             for replica in self.replicas:
                 if replica.late is not None:
+                    replica.state, replica.missed = "away", True
                     replica.late.begin(replica)
             while self.info is None:
                 await asyncio.sleep(_POLL_S)
@@ -341,7 +342,7 @@ class EngineClient:
                 self._move(other, [s for s in other.streams.values() if other.missed or not tried(s.request_id)])
 
     def refuses(self, info: EngineInfo) -> str:
-        """See `link.LateListener`: it has to hold what requests were told that they may ask for."""
+        """See `link.Listener`: it has to hold what requests were told that they may ask for."""
         if self.info is None:
             return ""
         there, needed = capacity_of(info), capacity_of(self.info)

@@ -46,6 +46,10 @@ class Listener(Protocol):
 
     def on_loading(self, done: int, total: int) -> None: ...
 
+    def refuses(self, info: EngineInfo) -> str:
+        """Why an engine of another host that is like this cannot be one of the owner's, in a sentence; "": it can."""
+        ...
+
 
 class Link(Protocol):
     """One engine. `send` never blocks; it may be called only between `on_up` and `on_down`."""
@@ -68,19 +72,11 @@ class Link(Protocol):
         ...
 
 
-class LateListener(Listener, Protocol):
-    """The owner of a `LateLink`."""
+class LateLink(Link, Protocol):
+    """To one engine on another host, which comes when it comes, goes, and comes again. `start` is for a host that is
+    there already."""
 
-    def refuses(self, info: EngineInfo) -> str:
-        """Why an engine that is like this cannot be one of the owner's, in a sentence; "": it can."""
-        ...
-
-
-class LateLink(Protocol):
-    """A `Link` to one engine on another host, which comes when it comes, goes, and comes again. `Link.start` is for a
-    host that is there already."""
-
-    def begin(self, listener: LateListener) -> None:
+    def begin(self, listener: Listener) -> None:
         """Wait for its host from now on, and have an engine there whenever there is one. Not awaited."""
         ...
 

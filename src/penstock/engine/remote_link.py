@@ -35,7 +35,7 @@ from penstock.core.weight_swap import WeightsOrder
 from penstock.engine import wire
 from penstock.engine.connection import EngineConnection
 from penstock.engine.crashes import Crashes
-from penstock.engine.link import Down, LateListener, Listener
+from penstock.engine.link import Down, Listener
 from penstock.engine.process_link import ended
 
 log = logging.getLogger("penstock.engine")
@@ -200,10 +200,10 @@ class RemoteLink:
 
     # -- the link ------------------------------------------------------------------------------------------------
 
-    def begin(self, listener: LateListener) -> None:
+    def begin(self, listener: Listener) -> None:
         self._task = asyncio.create_task(self._supervise(listener))
 
-    async def start(self, listener: LateListener) -> None:
+    async def start(self, listener: Listener) -> None:
         """Raises EngineError without a host."""
         if self._host is None:
             raise EngineError(self._out_of_reach)
@@ -246,7 +246,7 @@ class RemoteLink:
 
     # -- one engine ----------------------------------------------------------------------------------------------
 
-    async def _launch(self, host: EngineHost, listener: LateListener) -> EngineInfo:
+    async def _launch(self, host: EngineHost, listener: Listener) -> EngineInfo:
         """Have the host start an engine, and wait until it is ready. Raises what keeps it from that."""
         engine = self._engine = RemoteEngine(listener, self._epoch)
         self._pulse = 0.0, time.monotonic()
@@ -298,7 +298,7 @@ class RemoteLink:
 
     # -- supervision ---------------------------------------------------------------------------------------------
 
-    async def _supervise(self, listener: LateListener, *, is_up: bool = False) -> None:
+    async def _supervise(self, listener: Listener, *, is_up: bool = False) -> None:
         while True:
             if not is_up and not await self._try_out(listener):
                 continue
@@ -309,7 +309,7 @@ class RemoteLink:
             self._down(await self._bury(), listener)
             await asyncio.sleep(self._crashes.pause_s)
 
-    async def _try_out(self, listener: LateListener) -> bool:
+    async def _try_out(self, listener: Listener) -> bool:
         """One engine on the host that there is, or comes. Whether it is up."""
         host = await self._next_host(listener)
         began_s = time.monotonic()
@@ -326,7 +326,7 @@ class RemoteLink:
         listener.on_up(info, self._epoch)
         return True
 
-    def _down(self, down: Down, listener: LateListener) -> None:
+    def _down(self, down: Down, listener: Listener) -> None:
         """The next one is another. Who dies too often is left alone until its host comes again."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         explained = listener.on_down(down)
@@ -339,7 +339,7 @@ class RemoteLink:
             self._out_of_reach = f"it failed again and again and was given up: {down.reason}"
             listener.on_down(Down(self._out_of_reach, fatal=True, away=True))
 
-    async def _next_host(self, listener: LateListener) -> EngineHost:
+    async def _next_host(self, listener: Listener) -> EngineHost:
         """Who waits for it is told when that has taken too long, and it still may come."""
         limit_s: float | None = self._away_s
         while self._host is None:

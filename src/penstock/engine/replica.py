@@ -143,7 +143,7 @@ class Replica:
         return self.state == "failed" or (self.state == "away" and self.missed)
 
     def refuses(self, info: EngineInfo) -> str:
-        """See `link.LateListener`."""
+        """See `link.Listener`."""
         return self._owner.refuses(info)
 
     def let_go(self, stream: Stream) -> None:

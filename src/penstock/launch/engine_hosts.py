@@ -13,6 +13,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ SILENT_S = 20.0
 """A host that says nothing for so long is out of reach: it speaks twice a second."""
 _MOST_STRANGERS = 64
 """Connections that have not said yet who they are."""
-_JOIN_S = 0.25
+_CLOSES_S = 1.0
 log = logging.getLogger("penstock.engine")
 
 
@@ -114,7 +115,8 @@ class EngineHosts:
         # As it is when it has crossed a wire: what hosts were given is compared with it.
         self._told = msgspec.msgpack.decode(msgspec.msgpack.encode(self._config.as_kwargs()))
         local = self._size - self._first
-        log.info(
+        log.log(
+            logging.INFO if self._first else logging.WARNING,  # without an engine here nothing begins before that
             "engines %d ... %d are on other hosts; run there: penstock serve MODEL --headless --data-parallel-size %d "
             "--data-parallel-size-local %d --data-parallel-start-rank %d --data-parallel-address %s "
             "--data-parallel-rpc-port %d",
@@ -250,5 +252,6 @@ class EngineHosts:
         self._sock.close()
         for line in lines:
             line.leave()
-        for thread in threads:
-            thread.join(_JOIN_S)
+        until_s = time.monotonic() + _CLOSES_S
+        for thread in threads:  # those of strangers may take longer, and hold nothing
+            thread.join(max(0.0, until_s - time.monotonic()))

@@ -63,6 +63,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
         "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1, "max_replicas": None,
+        "data_parallel_size_local": None, "data_parallel_start_rank": None, "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": 29550,
         "tensor_parallel_sums": False, "distributed_executor_backend": "mp",
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
