@@ -1,7 +1,7 @@
 """Engines behind one client, disturbed at random while streams run, many times. What came of it is stored.
 
     python tools/replica_campaign.py --runs 50 --actions 40 --seed 1 --out FILE
-    python tools/replica_campaign.py --hosts 2 ...       one engine here, the others on hosts that are killed and stopped
+    python tools/replica_campaign.py --hosts 2 ...     one engine here, others on hosts that are killed and stopped
 
 Each run draws a router and what is done: SIGKILL, drain, resume, add, remove, restart, restart of all. Six streams run
 all the time, and each has to end with the tokens of an engine that nobody disturbs. The tests run a short one.
@@ -61,7 +61,8 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     found = campaigns(options.runs, options.actions, options.seed, options.seconds, options.pause, options.hosts)
-    found = {"seed": options.seed, "actions": options.actions, "hosts": options.hosts, **found, "seconds": round(time.monotonic() - began)}
+    given = {"seed": options.seed, "actions": options.actions, "hosts": options.hosts}
+    found = given | found | {"seconds": round(time.monotonic() - began)}
     print(json.dumps(found, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

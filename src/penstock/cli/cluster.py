@@ -97,7 +97,8 @@ def _show(found: dict[str, Any], *, as_json: bool) -> int:
     for one in found["data"]:
         state = "draining" if one["draining"] and one["state"] == "ready" else one["state"]
         rows.append([
-            str(one["number"]), state, escape(one["host"]) or "here", str(one["requests"]), str(one["running"]), str(one["waiting_tokens"]),
+            str(one["number"]), state, escape(one["host"]) or "here",
+            str(one["requests"]), str(one["running"]), str(one["waiting_tokens"]),
             _share(one["kv_used"], one["kv_total"]), _share(one["hit_tokens"], one["query_tokens"]),
             str(one["generated_tokens"]), str(one["restarts"]), _span(one["for_s"]), str(one["pid"] or "-"),
             one["version"],

@@ -373,8 +373,8 @@ class ExecutionConfig(Section):
     master_port: int = setting(29501, "The port for that, the same on all hosts.", minimum=1, maximum=65535)
     ranks_secret_file: str | None = setting(
         None,
-        "File with the secret of hosts with ranks or engines, the same on all: a line of 32 characters or more (openssl "
-        "rand -hex 32). Needed where master_addr or data_parallel_address isn't this machine's alone.",
+        "File with the secret of hosts with ranks or engines, the same on all: a line of 32 characters or more "
+        "(openssl rand -hex 32). Needed where master_addr or data_parallel_address isn't this machine's alone.",
     )
     distributed_executor_backend: str = setting(
         "mp",
@@ -410,9 +410,7 @@ class ExecutionConfig(Section):
         "The address of the server's host where hosts with engines connect. Nothing between them is encrypted: use a "
         "network of your own.",
     )
-    data_parallel_rpc_port: int = setting(
-        29550, "The port for that, the same on all hosts.", minimum=1, maximum=65535
-    )
+    data_parallel_rpc_port: int = setting(29550, "The port for that, the same on all hosts.", minimum=1, maximum=65535)
     max_replicas: int | None = setting(
         None,
         "Engines of the model that the server may have at most, where they are added and removed while it runs. Memory "

@@ -252,12 +252,9 @@ class RemoteLink:
         self._pulse = 0.0, time.monotonic()
         host.tell(BeginEngine(engine.group, self._hang_s))
         await engine.connect()
-        config = settings_there(self._config, dict(host.own))
-        engine.write(
-            Hello(
-                wire.schema(), self._epoch, config, self._faults, self._stall_s, self.weights, self._block_secret
-            )  # fmt: skip
-        )
+        there = settings_there(self._config, dict(host.own))
+        epoch, secret = self._epoch, self._block_secret
+        engine.write(Hello(wire.schema(), epoch, there, self._faults, self._stall_s, self.weights, secret))
         await engine.until(engine.ready)
         info = msgspec.structs.replace(await engine.ready, host=host.name)
         if problem := listener.refuses(info):

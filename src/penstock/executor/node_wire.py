@@ -1,5 +1,5 @@
-"""How hosts of one model meet: who may, and what both have to have alike before one computes for the other: ranks of one
-engine (`executor.nodes`), or engines of one server (`launch.engine_hosts`).
+"""How hosts of one model meet: who may, and what both have to have alike before one computes for the other: ranks of
+one engine (`executor.nodes`), or engines of one server (`launch.engine_hosts`).
 
 Every connection begins in the same way, whatever it is for. Both know a secret; each proves it by an HMAC over a number
 that the other has just drawn, the host that connects first, so that who has not the secret learns nothing. What is said

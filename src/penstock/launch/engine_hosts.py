@@ -1,8 +1,8 @@
 """The server's side of engines on other hosts: a port where hosts come for engines by number, and are let in or not.
 
-As ranks do (`executor.nodes`), hosts prove that they know a secret, and are of the same build, kernels and model, before
-anything else is said (`executor.node_wire`). A host has a connection for each engine that it comes for, and one more for
-each engine process that it was told to begin, which is the engine's own from then on.
+As hosts of ranks do (`executor.nodes`), they prove that they know a secret, and are of the same build, kernels and
+model, before anything else is said (`executor.node_wire`). A host has a connection for each engine that it comes for,
+and one more for each engine process that it was told to begin, which is the engine's own from then on.
 """
 
 from __future__ import annotations

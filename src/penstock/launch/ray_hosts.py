@@ -71,7 +71,8 @@ class RayHosts:
             self.config = replace(
                 config,
                 execution=replace(
-                    run, distributed_executor_backend="mp", ranks_secret_file=run.ranks_secret_file or self._secret_file,
+                    run, distributed_executor_backend="mp",
+                    ranks_secret_file=run.ranks_secret_file or self._secret_file,
                     **self._whereabouts(address),
                 ),
             )  # fmt: skip
