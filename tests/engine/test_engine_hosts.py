@@ -278,7 +278,7 @@ async def test_nothing_waits_for_ever_for_a_host(tmp_path: Path) -> None:
             for one in found:
                 if isinstance(one, EngineGoneError):
                     assert "no engine can be reached; try again later" in str(one)
-            with pytest.raises(EngineGoneError, match=r"the engine is not there: its host .* is out of reach"):
+            with pytest.raises(EngineGoneError, match="the engine is not there: its host is out of reach"):
                 engine.submit("late", PROMPTS[0], params(0))
             host.start()
             await engine.until_state("ready")

@@ -177,7 +177,8 @@ class RemoteLink:
             return
         self._host = None
         self._came.clear()
-        self._out_of_reach = f"its host {host.name} is out of reach: {why}"
+        log.warning("engine %d: %s is out of reach: %s", self.number, host.name, why)
+        self._out_of_reach = f"its host is out of reach: {why}"  # who it is stays here: reasons are told to clients
         if self._engine is not None:
             self._engine.finish(self._out_of_reach)
 
@@ -315,8 +316,7 @@ class RemoteLink:
         except (PenstockError, OSError) as error:
             log.error("engine %d could not be started on %s: %s", self.number, host.name, error)
             down = await self._bury()
-            reason = f"it could not be started on {host.name}: {error}"
-            self._down(Down(reason, away=down.away or self._host is None), listener)
+            self._down(Down(f"it could not be started: {error}", away=down.away or self._host is None), listener)
             await asyncio.sleep(max(0.1, self._crashes.pause_s))
             return False
         log.info("engine %d serves on %s after %.1f s", self.number, host.name, time.monotonic() - began_s)
