@@ -92,21 +92,22 @@ def _show(found: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         write_json(found)
         return 0
-    heads = ["NO", "STATE", "HOST", "HAS", "RUN", "TO READ", "KV", "FOUND", "TOKENS", "DIED", "UP", "PID", "BUILD"]
+    heads = ["NO", "STATE", "HAS", "RUN", "TO READ", "KV", "FOUND", "TOKENS", "DIED", "UP", "PID", "BUILD"]
     rows, notes = [], []
     for one in found["data"]:
         state = "draining" if one["draining"] and one["state"] == "ready" else one["state"]
         rows.append([
-            str(one["number"]), state, escape(one["host"]) or "here",
-            str(one["requests"]), str(one["running"]), str(one["waiting_tokens"]),
+            str(one["number"]), state, str(one["requests"]), str(one["running"]), str(one["waiting_tokens"]),
             _share(one["kv_used"], one["kv_total"]), _share(one["hit_tokens"], one["query_tokens"]),
             str(one["generated_tokens"]), str(one["restarts"]), _span(one["for_s"]), str(one["pid"] or "-"),
             one["version"],
         ])  # fmt: skip
+        if one["host"]:  # lines are as wide as a terminal without it
+            notes.append(f"{one['number']}: on {one['host']}")
         if one["reason"]:
             notes.append(f"{one['number']}: {one['reason']}")
     console = Console(highlight=False)
-    console.print(table(heads, rows, left=3, wrap=False))
+    console.print(table(heads, rows, left=2, wrap=False))
     for note in notes:
         console.print(escape(note))
     console.print(f"{len(rows)} of at most {found['most']}, routed by {found['router']}")

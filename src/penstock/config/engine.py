@@ -392,9 +392,9 @@ class ExecutionConfig(Section):
     )
     data_parallel_size_local: int | None = setting(
         None,
-        "How many of the engines of data_parallel_size are on this host, 0 for none. The others join from hosts that "
-        "run penstock serve --headless with the same data_parallel_size, while the server runs. By default all, with "
-        "distributed_executor_backend ray one.",
+        "How many of the engines of data_parallel_size are on this host; 0: none. The others join, while the server "
+        "runs, from hosts that run penstock serve --headless. By default all; with distributed_executor_backend ray, "
+        "one.",
         minimum=0,
         maximum=64,
     )

@@ -87,7 +87,8 @@ class RemoteEngine(EngineConnection):
 
     async def until(self, wanted: asyncio.Future[Any], within_s: float | None = None) -> None:
         """Raises EngineError where its end, or nothing, comes first."""
-        await asyncio.wait({wanted, self.end}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {wanted, self.end}
+        await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         if wanted.done():
             return
         if not self.end.done():
@@ -98,8 +99,9 @@ class RemoteEngine(EngineConnection):
     async def over(self) -> None:
         """Returns when its connection has ended, or its host has told of its end."""
         gone = asyncio.ensure_future(self.gone.wait())
+        either: set[asyncio.Future[Any]] = {gone, self.end}
         try:
-            await asyncio.wait({gone, self.end}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
 

@@ -223,7 +223,8 @@ def test_names_that_mean_the_same_are_taken_with_a_word(name: str, caplog: pytes
     given: Any = {bool: True, int: 7, float: 7.5, str: "word"}[item.kind]
     given = {"cudagraph_capture_sizes": "1,2"}.get(alias.ours, given)
     meant = not given if alias.opposite else given
-    base = {} if alias.ours == "model" else {"model": "m"}
+    base: dict[str, Any] = {} if alias.ours == "model" else {"model": "m"}
+    base |= {"data_parallel_size": 7} if alias.ours == "data_parallel_size_local" else {}
     assert serve_from_kwargs(**base, **{name: given}) == serve_from_kwargs(**base, **{alias.ours: meant})
     assert caplog.messages == [f"{name} is taken for {alias.ours} {meant}"]
     for value in alias.unset:
