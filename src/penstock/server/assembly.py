@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from penstock.text.limits import Limits
 
 
+NO_STORE = (
+    "keys and values go from engine to engine by a store; give kv_offload, too (remote:HOST:PORT where engines are on "
+    "other hosts)"
+)
+
+
 def checked(config: ServeConfig) -> str | None:
     """The chat template that is given, if there is one. Raises ConfigError for what is wrong with words of a server."""
     try:
@@ -182,14 +188,16 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     # A disk of one host is nothing that another's engine could read.
     has_store = offload is not None and (not late or bool(offload.remotes))
     roles = None if server.replica_roles is None else roles_for(server.replica_roles, size, has_store=has_store)
-    first, *further = [*links, *late]
-    client = EngineClient(first, None, clock, further=further, late=late, placing=placing, has_store=has_store)
+    everyone: list[Link] = [*links, *late]
+    client = EngineClient(
+        everyone[0], None, clock, further=everyone[1:], late=late, placing=placing, has_store=has_store
+    )  # fmt: skip
     if roles is not None:
         client.handover.set_roles(dict(enumerate(roles)))
     if server.enable_migration:
         if not has_store:
             raise ConfigError(
-                "enable_migration: keys and values go from engine to engine by a store; give kv_offload, too",
+                f"enable_migration: {NO_STORE}",
                 field="enable_migration",
             )
         from penstock.engine.rescheduling import Rescheduling
@@ -228,7 +236,7 @@ def roles_for(given: str, size: int, *, has_store: bool) -> list[str]:
         raise ConfigError(f"replica_roles: {error}", field="replica_roles") from None
     if not has_store:
         raise ConfigError(
-            "replica_roles: keys and values go from engine to engine by a store; give kv_offload, too",
+            f"replica_roles: {NO_STORE}",
             field="replica_roles",
         )
     return roles
