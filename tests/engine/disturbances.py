@@ -96,7 +96,7 @@ class Disturbed:
 
     async def _disturb_host(self, host: EngineHost, action: str) -> None:
         if host in self._busy:
-            raise RefusedError("it is being disturbed")
+            raise RefusedError("it is being disturbed", status=409, code="replica_busy")
         self._busy.add(host)
         try:
             if action == "kill host":

@@ -80,6 +80,13 @@ class Spread(Running):
         """Of all engines, by number."""
         await self.until(lambda: [one.state for one in self.client.replicas] == list(states), 180)
 
+    def cut(self, number: int) -> None:
+        """The connection of an engine there, and nothing else."""
+        connection = self.late[number]._engine
+        assert connection is not None
+        assert connection._transport is not None
+        connection._transport.abort()
+
     def streams(self, name: str) -> tuple[list[Any], list[asyncio.Task[Any]]]:
         streams = [self.submit(f"{name}-{i}", PROMPTS[i], params(i)) for i in range(6)]
         return streams, [asyncio.create_task(stream.result()) for stream in streams]
@@ -149,13 +156,13 @@ async def test_H04_engines_on_three_hosts_say_what_one_says_and_come_when_they_c
 
 @within(400)
 async def test_H04_streams_survive_kills_of_engines_and_hosts_unchanged(calm: Calm, tmp_path: Path) -> None:
-    """An engine there, its host, which comes again, both; each in the middle of streams."""
+    """An engine there, its host, which comes again, its connection alone; each in the middle of streams."""
     port = free_port()
     host = EngineHost(MODEL, port, tmp_path / "log").start()
     with beside(host):
         async with spread(spread_config(port)) as engine:
             client = engine.client
-            for number, whom in enumerate(("engine", "host", "engine", "host")):
+            for number, whom in enumerate(("engine", "host", "connection")):
                 await engine.until_state("ready", "ready")
                 had = host.ranks
                 assert len(had) == 1
@@ -163,7 +170,10 @@ async def test_H04_streams_survive_kills_of_engines_and_hosts_unchanged(calm: Ca
                 await engine.until_begun(streams)
                 there = [stream for stream in streams if stream.replica.number == 1 and not stream.ended]
                 assert there, "streams run there"
-                os.kill(had[0] if whom == "engine" else host.pid, signal.SIGKILL)
+                if whom == "connection":
+                    engine.cut(1)
+                else:
+                    os.kill(had[0] if whom == "engine" else host.pid, signal.SIGKILL)
                 await engine.until(lambda: engine.state(1) != "ready")
                 assert client.state == "ready"
                 assert all(stream.replica.number == 0 for stream in there), "the other one goes on at once"
@@ -174,7 +184,8 @@ async def test_H04_streams_survive_kills_of_engines_and_hosts_unchanged(calm: Ca
                     host.kill()
                     host.start()
             await engine.until_state("ready", "ready")
-            assert client.replicas[1].num_restarts == 4
+            assert client.replicas[1].num_restarts == 3
+            assert not client.replicas[1].replay.suspects.num_waiting
             streams, tasks = engine.streams("last")
             assert {stream.replica.number for stream in streams} == {0, 1}
             assert outputs_of(await asyncio.gather(*tasks)) == calm
@@ -230,29 +241,42 @@ async def test_H04_a_host_that_is_silent_is_out_of_reach_until_it_speaks(calm: C
 
 
 @within(240)
-async def test_an_engine_there_that_hangs_is_killed_by_its_host(calm: Calm, tmp_path: Path) -> None:
+async def test_H04_what_waits_for_a_lost_host_goes_on_with_the_first_that_comes_back(
+    calm: Calm, tmp_path: Path
+) -> None:  # fmt: skip
     port = free_port()
-    with beside(host := EngineHost(MODEL, port, tmp_path / "log").start()):
-        async with spread(spread_config(port), faults=["step:hang:9"], hang_s=3.0) as engine:
+    hosts = [EngineHost(MODEL, port, tmp_path / f"{n}", first=n).start() for n in (0, 1)]
+    with beside(*hosts):
+        async with spread(spread_config(port, local=0), away_s=10_000.0) as engine:
             await engine.until_state("ready", "ready")
-            _, tasks = engine.streams("wild")
+            streams, tasks = engine.streams("wild")
+            await engine.until_begun(streams)
+            for number, host in enumerate(hosts):  # what the first had is the second's when that is lost
+                host.kill()
+                await engine.until(lambda number=number: engine.state(number) == "away")
+            assert {stream.replica.number for stream in streams if not stream.ended} == {1}
+            hosts[0].start()
             assert outputs_of(await asyncio.gather(*tasks)) == calm
-            await engine.until_state("ready", "ready")
-            assert engine.client.replicas[1].num_restarts == 1
-        assert "was killed because it did not move for 3 s" in host.said()
+            assert engine.state(1) == "away"
 
 
 @within(240)
-async def test_a_request_that_kills_engines_is_found_out_there_and_takes_no_other_along(
+async def test_H04_engines_there_that_hang_or_die_of_a_request_take_none_along(
     calm: Calm, tmp_path: Path
-) -> None:
+) -> None:  # fmt: skip
+    """The first hangs, and is killed by its host. The next dies of a request, which is found out as it would be here."""
     port = free_port()
-    with beside(EngineHost(MODEL, port, tmp_path / "log").start()):
-        async with spread(spread_config(port), faults=[f"step:poison:{MARKER}"]) as engine:
+    faults = ["step:hang:9", f"step:poison:{MARKER}"]
+    with beside(host := EngineHost(MODEL, port, tmp_path / "log").start()):
+        async with spread(spread_config(port), faults=faults, hang_s=3.0) as engine:
             await engine.until_state("ready", "ready")
+            _, tasks = engine.streams("hung")
+            assert outputs_of(await asyncio.gather(*tasks)) == calm
+            await engine.until_state("ready", "ready")
+            assert engine.client.replicas[1].num_restarts == 1
+            assert "was killed because it did not move for 3 s" in host.said()
             streams, tasks = engine.streams("wild")
             await engine.until_begun(streams, 1)
-            assert engine.client.info is not None
             poison = engine.submit("poison", [5, MARKER, 7], params(0))
             if poison.replica.number != 1:
                 engine.client.pass_on(poison, engine.client.replicas[1])

@@ -6,9 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.base.errors import EngineError
 from penstock.core.messages import EngineInfo, Outputs
 from penstock.core.request import Intake
 from penstock.core.weight_swap import WeightsOrder
+
+
+class HostAwayError(EngineError):
+    """The host of a `LateLink` is not there, and nobody knows when it will be."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Link(Protocol):
 
 class LateLink(Link, Protocol):
     """To one engine on another host, which comes when it comes, goes, and comes again. `start` is for a host that is
-    there already."""
+    there already: it raises HostAwayError without one."""
 
     def begin(self, listener: Listener) -> None:
         """Wait for its host from now on, and have an engine there whenever there is one. Not awaited."""

@@ -16,7 +16,7 @@ import msgspec
 from penstock.base.errors import CapacityError, EngineError, PenstockError, RefusedError
 from penstock.base.version import __version__
 from penstock.engine.capacity import capacity_of
-from penstock.engine.link import Down, Link
+from penstock.engine.link import Down, HostAwayError, Link
 
 if TYPE_CHECKING:
     from penstock.engine.frontend import EngineClient
@@ -304,7 +304,7 @@ async def _start(replica: Replica, tries: int) -> None:
             await replica.link.start(replica)
             return
         except EngineError as error:
-            if not left:
+            if not left or isinstance(error, HostAwayError):
                 raise
             log.warning("engine %d: %s; it is started once more", replica.number, error)
             await replica.link.close()

@@ -35,7 +35,7 @@ from penstock.core.weight_swap import WeightsOrder
 from penstock.engine import wire
 from penstock.engine.connection import EngineConnection
 from penstock.engine.crashes import Crashes
-from penstock.engine.link import Down, Listener
+from penstock.engine.link import Down, HostAwayError, Listener
 from penstock.engine.process_link import ended
 
 log = logging.getLogger("penstock.engine")
@@ -207,9 +207,8 @@ class RemoteLink:
         self._task = asyncio.create_task(self._supervise(listener))
 
     async def start(self, listener: Listener) -> None:
-        """Raises EngineError without a host."""
         if self._host is None:
-            raise EngineError(self._out_of_reach)
+            raise HostAwayError(self._out_of_reach)
         try:
             info = await self._launch(self._host, listener)
         except BaseException:
