@@ -175,6 +175,8 @@ async def test_H04_streams_survive_kills_of_engines_and_hosts_unchanged(calm: Ca
                 else:
                     os.kill(had[0] if whom == "engine" else host.pid, signal.SIGKILL)
                 await engine.until(lambda: engine.state(1) != "ready")
+                if whom == "connection":
+                    assert client.replicas[1].reason == "its connection was lost", "nobody's fault"
                 assert client.state == "ready"
                 assert all(stream.replica.number == 0 for stream in there), "the other one goes on at once"
                 assert outputs_of(await asyncio.gather(*tasks)) == calm, whom
@@ -264,7 +266,7 @@ async def test_H04_what_waits_for_a_lost_host_goes_on_with_the_first_that_comes_
 async def test_H04_engines_there_that_hang_or_die_of_a_request_take_none_along(
     calm: Calm, tmp_path: Path
 ) -> None:  # fmt: skip
-    """The first hangs, and is killed by its host. The next dies of a request, which is found out as it would be here."""
+    """The first hangs, and is killed by its host. The next dies of a request, which is found out as it is here."""
     port = free_port()
     faults = ["step:hang:9", f"step:poison:{MARKER}"]
     with beside(host := EngineHost(MODEL, port, tmp_path / "log").start()):
