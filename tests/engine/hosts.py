@@ -1,7 +1,8 @@
-"""Hosts with ranks on this machine, for tests: `penstock serve --headless` as a process, over loopback."""
+"""Hosts with ranks or engines on this machine, for tests: `penstock serve --headless` as a process, over loopback."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -45,12 +46,12 @@ class Host:
 
     @property
     def ranks(self) -> list[int]:
-        """Its children, which are started by its main thread."""
-        try:
-            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        except OSError:
-            return []
-        return [int(pid) for pid in text.split()]
+        """Its children, whichever of its threads started them."""
+        found: list[int] = []
+        for file in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, file.read_text().split())
+        return found
 
     def said(self) -> str:
         return self._log.read_text()
@@ -66,6 +67,18 @@ class Host:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+
+class EngineHost(Host):
+    """A process that has `num` engines, from number `first` on, for the server at `port`."""
+
+    def __init__(self, model: str, port: int, log: Path, *, size: int = 2, first: int = 1, num: int = 1) -> None:
+        super().__init__(model, port, log)
+        self._words = [
+            sys.executable, "-m", "penstock.cli.main", "serve", model, "--headless", "--data-parallel-size", str(size),
+            "--data-parallel-size-local", str(num), "--data-parallel-start-rank", str(first),
+            "--data-parallel-rpc-port", str(port), "--threads", "1",
+        ]  # fmt: skip
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from penstock.launch.ray_hosts import RayHosts
 from penstock.ops.native.library import best_library
 from tests.engine.hosts import free_port
 from tests.engine.processes import is_gone, nano, running, within
+from tests.engine.test_engine_hosts import PROMPTS as SPREAD_PROMPTS
+from tests.engine.test_engine_hosts import outputs_of, spread
 from tests.engine.test_nodes import PARAMS, PROMPTS, said
 from tests.engine.test_process_link import params
 from tests.engine.test_process_rank import ended
@@ -138,6 +140,34 @@ async def test_streams_survive_the_end_of_an_actor_and_of_a_process(cluster: Any
         hosts.close()
 
 
+@within(600)
+async def test_H04_engines_on_nodes_of_a_cluster_come_again_and_streams_go_on(cluster: Any) -> None:
+    """One here, two on nodes of their own; the end of an actor, then of the process that another one watches."""
+    async with running(nano()) as alone:
+        calm = await asyncio.gather(*(alone.complete(f"calm{i}", SPREAD_PROMPTS[i], params(i)) for i in range(6)))
+    port = free_port()
+    wanted = nano(data_parallel_size=3, threads=1, data_parallel_rpc_port=port, distributed_executor_backend="ray")
+    hosts = await asyncio.to_thread(RayHosts, wanted)
+    try:
+        assert len(set(nodes_of(hosts))) == 3
+        assert (hosts.config.execution.size_here, hosts.config.execution.distributed_executor_backend) == (1, "mp")
+        async with spread(hosts.config) as engine:
+            for host, which in ((0, 0), (1, 1)):  # the actor of engine 1, the process of engine 2
+                await engine.until_state("ready", "ready", "ready")
+                pair = hosts.pids()[host]
+                streams, tasks = engine.streams(f"wild{host}")
+                await engine.until_begun(streams)
+                os.kill(pair[which], signal.SIGKILL)
+                await engine.until(lambda host=host: engine.state(host + 1) == "away")
+                outputs = await asyncio.gather(*tasks)
+                assert outputs_of(outputs) == [output.outputs for output in calm]
+                await asyncio.to_thread(until, lambda pair=pair: ended(pair[1]))
+            await engine.until_state("ready", "ready", "ready")
+            assert [one.num_restarts for one in engine.client.replicas] == [0, 1, 1]
+    finally:
+        hosts.close()
+
+
 def test_a_node_that_is_lost_gives_its_host_to_another(cluster: Any) -> None:
     hosts = RayHosts(ranked(2))
     try:
@@ -163,6 +193,8 @@ def test_a_node_that_is_lost_gives_its_host_to_another(cluster: Any) -> None:
 def test_what_a_cluster_cannot_have_is_said_before_anything_begins(cluster: Any) -> None:
     with pytest.raises(ConfigError, match="ray places the hosts of nnodes, and there is one"):
         RayHosts(nano(distributed_executor_backend="ray"))
+    with pytest.raises(ConfigError, match="data_parallel_size: 5 hosts of 1 processors each want as many nodes"):
+        RayHosts(nano(data_parallel_size=5, threads=1, distributed_executor_backend="ray"))
     with pytest.raises(ConfigError, match="5 hosts of 1 processors each want as many nodes, and of the cluster's 3"):
         RayHosts(ranked(5))
 

@@ -55,6 +55,9 @@ class _Alone:
 
     def on_loading(self, done: int, total: int) -> None: ...
 
+    def refuses(self, info: EngineInfo) -> str:
+        return ""
+
 
 def model_files(config: EngineConfig) -> list[Path]:
     """The model's files, and all packed weights that are kept. Raises ModelError."""

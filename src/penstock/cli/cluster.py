@@ -102,6 +102,8 @@ def _show(found: dict[str, Any], *, as_json: bool) -> int:
             str(one["generated_tokens"]), str(one["restarts"]), _span(one["for_s"]), str(one["pid"] or "-"),
             one["version"],
         ])  # fmt: skip
+        if one["host"]:  # lines are as wide as a terminal without it
+            notes.append(f"{one['number']}: on {one['host']}")
         if one["reason"]:
             notes.append(f"{one['number']}: {one['reason']}")
     console = Console(highlight=False)

@@ -66,6 +66,7 @@ def doctor(args: argparse.Namespace) -> int:
     console.print(f"\n{_names()}", markup=False)
     for line in _several():
         console.print(line, markup=False)
+    console.print(_other_hosts(), markup=False)
     stores, are_good = lines_of(_config(args.model or "nano", args))
     for line in stores:
         console.print(line, markup=False)
@@ -133,6 +134,19 @@ def _several() -> list[str]:
         f"Several models at {entry.where}: " + ", ".join(f"{name} {state}" for name, state in entry.models.items())
         for entry in running() if entry.models
     ]  # fmt: skip
+
+
+def _other_hosts() -> str:
+    """With whom this machine can have ranks or engines of one server."""
+    from importlib.util import find_spec
+
+    from penstock.executor.node_wire import terms
+
+    ray = "is" if find_spec("ray") is not None else "isn't"
+    return (
+        f"Other hosts, for engines (--data-parallel-size) and ranks (--nnodes) of one server: those with {terms()} and "
+        f"the same model; Ray {ray} installed here"
+    )
 
 
 def _missing(library: object) -> list[str]:

@@ -40,6 +40,10 @@ def serve(args: argparse.Namespace) -> int:
     if config.engine.execution.log_file is None:
         # A terminal is for people: stacks of processes are for whoever looks for them.
         config = _logging_to(config, str(cache_folder("log") / "engine.log"))
+    if config.server.headless and config.engine.execution.data_parallel_start_rank is not None:
+        from penstock.launch.engine_host import run_engine_host
+
+        return run_engine_host(config.engine)
     if config.server.headless:
         from penstock.launch.node import run_node
 
@@ -53,7 +57,8 @@ def serve(args: argparse.Namespace) -> int:
         from penstock.engine.spawn import spawn
 
         # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
-        spare = None if config.server.engine_in_process else spawn()
+        own = not config.server.engine_in_process and config.engine.execution.size_here > 0
+        spare = spawn() if own else None
         from penstock.server.main import serve as run
 
         return run(config, sockets, spare)

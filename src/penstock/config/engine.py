@@ -374,13 +374,14 @@ class ExecutionConfig(Section):
     master_port: int = setting(29501, "The port for that, the same on all hosts.", minimum=1, maximum=65535)
     ranks_secret_file: str | None = setting(
         None,
-        "File with the secret of hosts with ranks, the same on all: a line of 32 characters or more (openssl rand -hex "
-        "32). Needed where master_addr isn't this machine's alone.",
+        "File with the secret of hosts with ranks or engines, the same on all: a line of 32 characters or more "
+        "(openssl rand -hex 32). Needed where master_addr or data_parallel_address isn't this machine's alone.",
     )
     distributed_executor_backend: str = setting(
         "mp",
-        "Who starts the ranks of further hosts (nnodes): mp (whoever runs penstock serve --headless there), ray (nodes "
-        "of a Ray cluster, RAY_ADDRESS or the one of this machine; pip install penstock[ray]).",
+        "Who starts what runs on further hosts (nnodes, data_parallel_size_local): mp (whoever runs penstock serve "
+        "--headless there), ray (nodes of a Ray cluster, RAY_ADDRESS or the one of this machine; pip install "
+        "penstock[ray]).",
         choices=("mp", "ray"),
     )
     data_parallel_size: int = setting(
@@ -390,6 +391,27 @@ class ExecutionConfig(Section):
         minimum=1,
         maximum=64,
     )
+    data_parallel_size_local: int | None = setting(
+        None,
+        "How many of the engines of data_parallel_size are on this host; 0: none. The others join, while the server "
+        "runs, from hosts that run penstock serve --headless. By default all; with distributed_executor_backend ray, "
+        "one.",
+        minimum=0,
+        maximum=64,
+    )
+    data_parallel_start_rank: int | None = setting(
+        None,
+        "With headless and data_parallel_size: the number of this host's first engine. Those of the server's own host "
+        "begin at 0.",
+        minimum=0,
+        maximum=63,
+    )
+    data_parallel_address: str = setting(
+        "127.0.0.1",
+        "The address of the server's host where hosts with engines connect. Nothing between them is encrypted: use a "
+        "network of your own.",
+    )
+    data_parallel_rpc_port: int = setting(29550, "The port for that, the same on all hosts.", minimum=1, maximum=65535)
     max_replicas: int | None = setting(
         None,
         "Engines of the model that the server may have at most, where they are added and removed while it runs. Memory "
@@ -552,13 +574,37 @@ class ExecutionConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Engines of the model that the machine is shared out among."""
+        """Engines of the model that the server may have, here and on other hosts."""
         return max(self.data_parallel_size, self.max_replicas or 1)
+
+    @property
+    def size_here(self) -> int:
+        """Engines of data_parallel_size on this host."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        return 1 if self.distributed_executor_backend == "ray" and self.nnodes == 1 else self.data_parallel_size
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Engines that join from other hosts."""
+        return self.data_parallel_size - self.size_here
+
+    @property
+    def is_replicated(self) -> bool:
+        """A router chooses between engines, or the only one is on another host."""
+        return self.most_replicas > 1 or self.num_elsewhere > 0
+
+    @property
+    def replicas_here(self) -> int:
+        """Engines that this machine is shared out among."""
+        return max(1, self.most_replicas - self.num_elsewhere)
 
     @property
     def replicas_field(self) -> str:
         """The setting that makes several of them."""
-        return "data_parallel_size" if self.data_parallel_size > 1 else "max_replicas"
+        if self.data_parallel_size > 1:
+            return "data_parallel_size"
+        return "data_parallel_size_local" if self.num_elsewhere else "max_replicas"
 
     @property
     def ranks_field(self) -> str:
@@ -607,7 +653,7 @@ class EngineConfig:
             )
         if self.execution.num_ranks > 1:
             check_ranks(self)
-        if self.execution.most_replicas > 1:
+        if self.execution.is_replicated or self.execution.data_parallel_size_local is not None:
             check_replicas(self)
         if self.execution.simulated_device is not None:
             check_simulated(self)

@@ -89,6 +89,10 @@ ALIASES: dict[str, SameName] = {
     "pp_size": SameName("pipeline_parallel_size"),
     "dp": SameName("data_parallel_size", ("-dp",)),
     "dp_size": SameName("data_parallel_size"),
+    "dpl": SameName("data_parallel_size_local", ("-dpl",)),
+    "dpr": SameName("data_parallel_start_rank", ("-dpr",)),
+    "dpa": SameName("data_parallel_address", ("-dpa",)),
+    "dpp": SameName("data_parallel_rpc_port", ("-dpp",)),
     "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""

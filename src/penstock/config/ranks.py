@@ -93,11 +93,26 @@ def check_replicas(config: Any) -> None:
             f"with; give {size} or more",
             field="max_replicas",
         )
-    given = {
-        "finetune_root": config.lora.finetune_root is not None, "nnodes": config.execution.nnodes > 1,
-    }  # fmt: skip
+    run, local = config.execution, config.execution.data_parallel_size_local
+    if local is not None and local > size:
+        raise ConfigError(
+            f"data_parallel_size_local: {local} engines here are more than the {size} of data_parallel_size; give "
+            f"{size} or fewer",
+            field="data_parallel_size_local",
+        )
+    if not run.is_replicated:
+        return
+    given = {"finetune_root": config.lora.finetune_root is not None, "nnodes": run.nnodes > 1}
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(
             f"{name}: engines of one server do not share it yet; leave it away, or {config.execution.replicas_field}",
             field=name,
         )
+    if run.num_elsewhere:
+        there = {"enable_lora": config.lora.enable_lora, "plugin": run.plugin is not None}
+        for name in (name for name, is_given in there.items() if is_given):
+            raise ConfigError(
+                f"{name}: it names files that engines on other hosts would not have; leave it away, or "
+                f"data_parallel_size_local {size}",
+                field=name,
+            )

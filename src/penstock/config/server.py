@@ -18,7 +18,9 @@ class ServerConfig(Section):
     port: int = setting(8000, "Port to listen on; 0 takes any that is free.", minimum=0, maximum=65535)
     uds: str | None = setting(None, "Listen on this unix socket instead.")
     headless: bool = setting(
-        False, "No server and no engine: this host (node_rank 1 and above) runs ranks for the engine at master_addr."
+        False,
+        "No server: this host runs ranks (node_rank 1 and above) for the engine at master_addr, or engines (from "
+        "data_parallel_start_rank on) for the server at data_parallel_address.",
     )
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
     lora_modules: str | None = setting(

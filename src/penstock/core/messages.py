@@ -35,6 +35,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     kv_dtype: str = ""
     pid: int = 0
+    host: str = ""
+    """Name and address of the machine that it is on, if it is another than its front end's."""
     memory_bytes: dict[str, int] = {}
     """Bytes by what for, "weights" and "kv_limit": what KV may take."""
     weight_bytes: dict[str, int] = {}

@@ -27,10 +27,11 @@ from penstock.core.output import (
 )
 from penstock.core.request import Abort, Control, Intake, Request
 from penstock.core.weight_swap import BUSY, WeightFacts, WeightsOrder
+from penstock.engine.capacity import capacity_of
 from penstock.engine.client import Live, OutputProcessor, Tally
 from penstock.engine.convictions import Convictions
 from penstock.engine.handover import Handover
-from penstock.engine.link import Down, Link
+from penstock.engine.link import Down, LateLink, Link
 from penstock.engine.replay import resumed
 from penstock.engine.replica import Placing, Replica, RunsBeside, summed
 from penstock.engine.stream import Delta, Stream
@@ -42,9 +43,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 _orders = itertools.count()
-_STATES = ("ready", "starting", "restarting", "asleep", "stopped", "failed")
-"""The best first."""
+_STATES = ("ready", "starting", "restarting", "asleep", "away", "stopped", "failed")
+"""The best first. away: its host is out of reach, or has not come yet."""
 
+GIVEN_UP = "the engine failed again and again and is given up; try again later"
+OUT_OF_REACH = "no engine can be reached; try again later"
+_POLL_S = 0.02
 UNREADY_AFTER_S = 4.0
 """Seconds without a sign of life from which an engine is not ready: known well within five."""
 CHARS_PER_LOGPROB = 64
@@ -78,11 +82,13 @@ class EngineClient:
         *,
         on_finish: FinishListener | None = None,
         further: Sequence[Link] = (),
+        late: Sequence[LateLink] = (),
         placing: Placing | None = None,
         has_store: bool = False,
     ) -> None:
-        """`further`: of more engines of the same model; `placing` chooses between them all. `has_store`: of blocks,
-        which they have in common."""
+        """`further`: of more engines of the same model; `placing` chooses between them all. `late`: those links among
+        them whose engines are on other hosts and come when they come. `has_store`: of blocks, which they have in
+        common."""
         self.link = link
         self.clock = clock
         self.info: EngineInfo | None = None
@@ -94,7 +100,8 @@ class EngineClient:
         self.last_outputs_s = 0.0
         self._processor = OutputProcessor(tokenizer, clock)
         self._streams: dict[str, Stream] = {}
-        self.replicas = [self.replica_of(n, one) for n, one in enumerate((link, *further))]
+        lates = {id(one): one for one in late}
+        self.replicas = [self.replica_of(n, one, lates.get(id(one))) for n, one in enumerate((link, *further))]
         self._placing = placing
         self._departed = EngineSnapshot()
         """Counters of engines that were removed; `_departed_restarts` likewise."""
@@ -117,8 +124,8 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """starting, ready, restarting, failed, stopped or asleep: there is none, until a request wants one. Of several
-        engines, that of the one which is best off."""
+        """starting, ready, restarting, away, failed, stopped or asleep: there is none, until a request wants one. Of
+        several engines, that of the one which is best off."""
         return min((replica.state for replica in self.replicas), key=_STATES.index)
 
     @state.setter
@@ -158,9 +165,9 @@ class EngineClient:
 
     # -- replicas come and go (`engine.membership` decides when) ---------------------------------------------------
 
-    def replica_of(self, number: int, link: Link) -> Replica:
+    def replica_of(self, number: int, link: Link, late: LateLink | None = None) -> Replica:
         """One that is not among the replicas yet."""
-        return Replica(self, number, link, self._processor)
+        return Replica(self, number, link, self._processor, late)
 
     def leaves(self, replica: Replica) -> None:
         """It is given nothing any more and its engine has ended; what had it has been moved."""
@@ -210,9 +217,16 @@ class EngineClient:
         self._processor.tokenizer = tokenizer
 
     async def start(self) -> EngineInfo:
-        """Returns when all engines are ready. Raises what keeps one of them from starting."""
+        """Returns when all engines of this host are ready, or the first of others if there is none here. Raises what
+        keeps one of them from starting."""
         try:
-            await asyncio.gather(*(replica.link.start(replica) for replica in self.replicas))
+            await asyncio.gather(*(one.link.start(one) for one in self.replicas if one.late is None))
+            for replica in self.replicas:
+                if replica.late is not None:
+                    replica.state, replica.missed = "away", True
+                    replica.late.begin(replica)
+            while self.info is None:
+                await asyncio.sleep(_POLL_S)
         except BaseException:
             if len(self.replicas) > 1:
                 await self._close()
@@ -293,16 +307,16 @@ class EngineClient:
             self._processor.orders.clear()
             self._on_swap(name, EngineOutput(request_id=name, index=0, error=why))
         if down.fatal:
-            replica.state = "failed"
-            if self.state != "failed":
+            replica.state, replica.missed = ("away", True) if down.away else ("failed", replica.missed)
+            if all(one.is_hopeless for one in self.replicas):
+                self._end_all(OUT_OF_REACH if down.away else GIVEN_UP, gone=True)
+            else:
                 self._move(replica, list(replica.streams.values()))
-                return ()
-            self._end_all("the engine failed again and again and is given up; try again later", gone=True)
             return ()
         verdict, gone = replica.replay.crashed(
             replica.streams, down.suspects, replica.epoch, from_outside=down.from_outside
         )
-        replica.state = "restarting"
+        replica.state = "away" if down.away else "restarting"
         for stream in replica.streams.values():
             stream.num_replays += 1
         if verdict.guilty is not None:
@@ -319,6 +333,23 @@ class EngineClient:
         return (down.from_outside and stream.num_replays == 1) or not replica.replay.suspects.has_strike(
             stream.request_id
         )
+
+    def came_back(self, replica: Replica) -> None:
+        """Its engine works: what waits for hosts that are out of reach goes on with it."""
+        for other in self.replicas:
+            if other.state == "away" and other is not replica:
+                tried = other.replay.suspects.has_strike
+                self._move(other, [s for s in other.streams.values() if other.missed or not tried(s.request_id)])
+
+    def refuses(self, info: EngineInfo) -> str:
+        """See `link.Listener`: it has to hold what requests were told that they may ask for."""
+        if self.info is None:
+            return ""
+        there, needed = capacity_of(info), capacity_of(self.info)
+        return "" if there >= needed else (
+            f"an engine there would have memory for {there} tokens of a request, and requests may have {needed}; free "
+            "memory there, or start the server with a smaller max_model_len"
+        )  # fmt: skip
 
     def _move(self, lost: Replica, streams: Sequence[Stream]) -> None:
         """Others go on with what `lost` had; without any, it waits for it."""
@@ -361,8 +392,8 @@ class EngineClient:
         if self._placing is None:
             return self.replicas[0]
         for wanted in (self.replicas_open, self.replicas):
-            for state in ("ready", "starting", "restarting", "asleep"):
-                found = [replica for replica in wanted if replica.state == state]
+            for state in ("ready", "starting", "restarting", "asleep", "away"):
+                found = [one for one in wanted if one.state == state and not one.is_hopeless]
                 if found:
                     return self._placing.choose(stream, self.handover.suited(stream, found))
         return None
@@ -417,7 +448,7 @@ class EngineClient:
         EngineGoneError if the engine is gone, InputError if the request's id is in use, RefusedError (422) if engines
         have died of its like.
         """
-        if self.state in ("failed", "stopped"):
+        if self.state in ("failed", "stopped") or all(one.is_hopeless for one in self.replicas):
             raise EngineGoneError(f"the engine is not there: {self.reason}")
         if request.request_id in self._streams:
             raise InputError(f"request id {request.request_id!r} is in use", param="request_id")

@@ -117,7 +117,8 @@ class Handover:
         """As it is sent to this engine: one for prompts makes its first token alone."""
         self._prompts.pop(request.request_id, None)
         new = request.resume is None or not any(ids for _, ids in request.resume.samples)
-        others = any(r.role != PREFILL and r.state != "failed" for r in self._owner.replicas if r is not replica)
+        there = (r for r in self._owner.replicas if r is not replica and r.state not in ("failed", "away"))
+        others = any(r.role != PREFILL for r in there)
         if replica.role != PREFILL or not (new and others and self._divides(request)):
             return request
         self._prompts[request.request_id] = replica.number

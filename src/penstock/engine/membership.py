@@ -15,7 +15,8 @@ import msgspec
 
 from penstock.base.errors import CapacityError, EngineError, PenstockError, RefusedError
 from penstock.base.version import __version__
-from penstock.engine.link import Down, Link
+from penstock.engine.capacity import capacity_of
+from penstock.engine.link import Down, HostAwayError, Link
 
 if TYPE_CHECKING:
     from penstock.engine.frontend import EngineClient
@@ -31,7 +32,8 @@ Done = TypeVar("Done")
 class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One engine as people and scalers see it.
 
-    `state`: starting, ready, restarting, stopped or failed; `draining`: it is given nothing new. Units: requests,
+    `state`: starting, ready, restarting, away (its host is out of reach, or has not come yet), stopped or failed;
+    `draining`: it is given nothing new; `host`: name and address of its machine, "" for the server's. Units: requests,
     tokens and KV blocks as named; `for_s` seconds since its engine was ready. `hit_tokens` of `query_tokens` of its
     prompts were cached; counters are over all engines that it has had.
     """
@@ -40,6 +42,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     draining: bool = False
     reason: str = ""
+    host: str = ""
     pid: int = 0
     version: str = __version__
     for_s: float = 0.0
@@ -126,7 +129,7 @@ class Membership:
         """One after the other; seconds in which each was away. The first that fails ends it: the others serve on."""
         away: dict[int, float] = {}
         for replica in list(self._client.replicas):
-            if replica in self._client.replicas:
+            if replica in self._client.replicas and replica.state != "away":  # it will be new when it comes
                 away[replica.number] = await self.restart(replica.number, timeout_s)
         return away
 
@@ -169,11 +172,10 @@ class Membership:
 
     def _check(self, replica: Replica) -> None:
         """Raises CapacityError where it cannot hold what requests were told that they may ask for."""
-        new, old = replica.info, self._client.replicas[0].info
+        new, old = replica.info, next((one.info for one in self._client.replicas if one.info is not None), None)
         if new is None or old is None:
             return
-        there = min(new.max_model_len, new.kv_capacity_tokens or new.max_model_len)
-        needed = min(old.max_model_len, old.kv_capacity_tokens or old.max_model_len)
+        there, needed = capacity_of(new), capacity_of(old)
         if there < needed:
             raise CapacityError(
                 f"a further engine would have memory for {there} tokens of a request, and requests may have {needed}; "
@@ -186,7 +188,7 @@ class Membership:
         while client.unfinished(replica):
             if not replica.draining:  # it was resumed
                 return
-            if until_s is not None and client.clock.now() >= until_s:
+            if replica.state == "away" or (until_s is not None and client.clock.now() >= until_s):
                 client.move_all(replica)
                 if not client.unfinished(replica):
                     return
@@ -200,6 +202,10 @@ class Membership:
             raise
         replica.state, replica.reason = "stopped", "it is being removed"
         await replica.link.close()
+        if replica.late is not None:
+            replica.late.dismiss(
+                f"engine {replica.number} was removed at the server; nobody can be it until that is started again"
+            )
         self._client.leaves(replica)
         log.info("engine %d was removed: %d serve", replica.number, len(self._client.replicas))
 
@@ -216,8 +222,11 @@ class Membership:
             client.lost_cache(replica)
             await _start(replica, self._tries)
         except (PenstockError, OSError) as error:
-            client.went_down(replica, Down(f"engine {replica.number} could not be started again: {error}", fatal=True))
+            why = f"engine {replica.number} could not be started again: {error}"
+            client.went_down(replica, Down(why, fatal=True, away=replica.late is not None))
             replica.reason = str(error)
+            if replica.late is not None:  # its host may come again
+                replica.late.begin(replica)
             raise
         finally:
             replica.draining = False
@@ -236,7 +245,8 @@ class Membership:
 
     def _others(self, replica: Replica) -> list[Replica]:
         """That could be given what it has."""
-        return [r for r in self._client.replicas_open if r is not replica and r.state not in ("failed", "stopped")]
+        gone = ("failed", "stopped", "away")
+        return [r for r in self._client.replicas_open if r is not replica and r.state not in gone]
 
     def _found(self, number: int) -> Replica:
         for replica in self._client.replicas:
@@ -253,6 +263,11 @@ class Membership:
             raise RefusedError(
                 f"engine {number} is asleep: it starts anew with the next request, or with /wake_up",
                 status=409, code="replica_asleep",
+            )  # fmt: skip
+        if what == "restarted" and replica.state == "away":
+            raise RefusedError(
+                f"engine {number} is out of reach: {replica.reason}; it starts anew when its host comes",
+                status=409, code="replica_away",
             )  # fmt: skip
         if needs_others and not self._others(replica):
             raise RefusedError(
@@ -289,7 +304,7 @@ async def _start(replica: Replica, tries: int) -> None:
             await replica.link.start(replica)
             return
         except EngineError as error:
-            if not left:
+            if not left or isinstance(error, HostAwayError):
                 raise
             log.warning("engine %d: %s; it is started once more", replica.number, error)
             await replica.link.close()
@@ -300,6 +315,7 @@ def facts_of(replica: Replica, now_s: float) -> ReplicaFacts:
     works = replica.state == "ready" and replica.info is not None
     return ReplicaFacts(
         number=replica.number, state=replica.state, draining=replica.draining, reason=replica.reason,
+        host="" if replica.info is None else replica.info.host,
         pid=replica.info.pid if works and replica.info is not None else 0,
         for_s=round(now_s - replica.since_s, 3) if works else 0.0,
         restarts=replica.num_restarts, requests=len(replica.streams), running=said.num_running,

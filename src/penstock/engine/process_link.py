@@ -13,27 +13,23 @@ import signal
 import socket
 import subprocess
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from penstock.base.errors import EngineError, PenstockError
-from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Outputs, Ready, Send
+from penstock.core.messages import EngineInfo, Hello, Send
 from penstock.core.request import Intake
 from penstock.core.weight_swap import WeightsOrder
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
+from penstock.engine.connection import EngineConnection
+from penstock.engine.crashes import Crashes
 from penstock.engine.link import Down, Listener
 from penstock.engine.pulse import Pulse
 from penstock.engine.spawn import COMMAND, Spawned, spawn
 
 log = logging.getLogger("penstock.engine")
-
-_BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0)
-_MINUTE_S = 60.0
 
 
 class ProcessLink:
@@ -65,7 +61,6 @@ class ProcessLink:
     ) -> None:
         self._config = dict(config)
         self._log_file = self._config.get("log_file")
-        self._max_restarts = max_restarts_per_minute
         self._faults = list(faults)
         self._stall_s = stall_s
         self._hang_s = hang_s
@@ -74,8 +69,7 @@ class ProcessLink:
         self._block_secret = block_secret
         self.weights: WeightsOrder | None = None
         self._epoch = 0
-        self._crashes: deque[tuple[float, int]] = deque()
-        """(when, which engine)"""
+        self._crashes = Crashes(max_restarts_per_minute)
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self.restart_s: list[float] = []
@@ -143,7 +137,7 @@ class ProcessLink:
             died_s = time.monotonic()
             down = await self._bury()
             while self._may_restart(down, listener):
-                await asyncio.sleep(_BACKOFF_S[min(max(1, len(self._crashes)), len(_BACKOFF_S)) - 1])
+                await asyncio.sleep(self._crashes.pause_s)
                 self._epoch += 1
                 try:
                     info = await self._launch(listener)
@@ -158,11 +152,8 @@ class ProcessLink:
             listener.on_up(info, self._epoch)
 
     def _may_restart(self, down: Down, listener: Listener) -> bool:
-        now = time.monotonic()
-        explained = listener.on_down(down)
-        crashes = [*self._crashes, (now, self._epoch)]
-        self._crashes = deque(c for c in crashes if c[0] >= now - _MINUTE_S and c[1] not in explained)
-        fatal = len(self._crashes) > self._max_restarts
+        self._crashes.add(self._epoch, listener.on_down(down))
+        fatal = self._crashes.too_many
         # Where the log is stays here: reasons are told to clients.
         where = "" if self._log_file is None or down.from_outside else f" (stacks: {self._log_file})"
         log.error("%s%s; %s", down.reason, where, "it is given up" if fatal else "it is started again")
@@ -194,23 +185,18 @@ class ProcessLink:
         return min(1.0, self._hang_s / 4)
 
 
-class Child(asyncio.Protocol):
-    """An engine process and its two descriptors."""
+class Child(EngineConnection):
+    """An engine process and its two descriptors. `gone` is also set when it said something that makes no sense."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], sock: socket.socket, box: BlackBox, listener: Listener, look_s: float
     ) -> None:
+        super().__init__(listener)
         self.box = box
         self.pulse = Pulse(box, process.pid, look_s)
-        self.gone = asyncio.Event()
-        """Set when its end of the socket is closed, or it said something that makes no sense."""
-        self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._process = process
         self._sock: socket.socket | None = sock
-        self._listener = listener
-        self._transport: asyncio.WriteTransport | None = None
         self._connecting: asyncio.Future[Any] | None = None
-        self._splitter = wire.Splitter()
         self._killed_for = ""
 
     @property
@@ -226,25 +212,21 @@ class Child(asyncio.Protocol):
         # Half a connection cannot be closed: whoever gives up waits for the other half, in `bury`.
         await asyncio.shield(self._connecting)
 
-    def write(self, message: Any) -> None:
-        """Never blocks; what a dead child is told is lost."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(message))
-
     def kill(self, why: str = "") -> None:
         """`why`: it is its own fault, and this is what the world is told."""
         if self._process.poll() is None:
             self._killed_for = self._killed_for or why
             self._process.kill()
 
+    def broken(self) -> None:
+        self.kill("the engine process sent what makes no sense")
+
     async def bury(self) -> Down:
         self.kill()
-        self.ready.cancel()  # nobody waits for it any more
+        self.ready.cancel()
         if self._connecting is not None:
             await asyncio.wait({self._connecting})
-        if self._transport is not None:
-            self._transport.abort()
-            await self.gone.wait()  # only then its descriptor is closed
+        await self.hang_up()
         if self._sock is not None:
             self._sock.close()
         pause_s = 0.001
@@ -253,44 +235,16 @@ class Child(asyncio.Protocol):
             pause_s = min(0.05, 2 * pause_s)
         suspects = self.box.suspects()
         self.box.close()
-        killed = status == -signal.SIGKILL  # all other signals that end it, it brings on itself
-        return Down(self._killed_for or _obituary(status), suspects, from_outside=killed and not self._killed_for)
-
-    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one in deed, not by descent
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._splitter.feed(data):
-                self._take(wire.from_engine.decode(frame))
-        except (msgspec.MsgspecError, EngineError) as error:
-            log.error("the engine process does not speak our language: %s", error)
-            self.kill("the engine process sent what makes no sense")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.gone.set()
-        if not self.ready.done():
-            self.ready.set_exception(
-                EngineError("the engine process ended while it was starting; see its last words above")
-            )
-
-    def _take(self, message: Any) -> None:
-        match message:
-            case Outputs():
-                self._listener.on_outputs(message)
-            case Loading():
-                self._listener.on_loading(message.done, message.total)
-            case Ready():
-                if not self.ready.done():
-                    self.ready.set_result(message.info)
-            case Failed():
-                if not self.ready.done():
-                    self.ready.set_exception(wire.error_of(message))
+        return ended(status, suspects, self._killed_for)
 
 
-def _obituary(status: int) -> str:
+def ended(status: int, suspects: Sequence[int], killed_for: str) -> Down:
+    """What is known of a process that ended with `status`. All signals but SIGKILL it brings on itself."""
+    killed = status == -signal.SIGKILL
+    return Down(killed_for or obituary(status), tuple(suspects), from_outside=killed and not killed_for)
+
+
+def obituary(status: int) -> str:
     if status == EXIT_BROKEN:
         return "a step of the engine failed (its traceback is in the log)"
     if status >= 0:

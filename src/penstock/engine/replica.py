@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.messages import BlocksTold, EngineInfo, EngineSnapshot, Outputs
 from penstock.core.replica_roles import MIXED
 from penstock.core.request import FENCED, Abort, Control, Intake, Request
-from penstock.engine.link import Down, Link
+from penstock.engine.link import Down, LateLink, Link
 from penstock.engine.replay import Replay, resumed
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class ReplicaOwner(Protocol):
     def given(self, replica: Replica, request: Request) -> Request: ...
 
     def leave_soon(self, replica: Replica) -> None: ...
+
+    def came_back(self, replica: Replica) -> None: ...
+
+    def refuses(self, info: EngineInfo) -> str: ...
 
 
 class Placing(Protocol):
@@ -73,16 +77,21 @@ class RunsBeside(Protocol):
 
 
 class Replica:
-    """A `link.Listener`. `streams`: everything that lives and is its."""
+    """A `link.Listener`. `streams`: everything that lives and is its. `late`: its link, if its engine is on another
+    host, which comes and goes."""
 
-    def __init__(self, owner: ReplicaOwner, number: int, link: Link, processor: OutputProcessor) -> None:
-        self._owner, self.number, self.link, self._processor = owner, number, link, processor
+    def __init__(
+        self, owner: ReplicaOwner, number: int, link: Link, processor: OutputProcessor, late: LateLink | None = None
+    ) -> None:
+        self._owner, self.number, self.link, self._processor, self.late = owner, number, link, processor, late
         self.streams: dict[str, Stream] = {}
         self.role = MIXED
         """What it is for (`core.replica_roles`)."""
         self.snapshot = EngineSnapshot()
-        self.state = "starting"
-        self.reason = ""
+        self.state = "starting" if late is None else "away"
+        self.reason = "" if late is None else "its host has not come yet"
+        self.missed = late is not None
+        """Its host has been away for so long that nobody waits for it; it may come all the same."""
         self.loading = (0, 0)
         self.num_restarts = 0
         self.epoch = 0
@@ -100,14 +109,18 @@ class Replica:
         self.replay = Replay(processor, link.send, self.all_clear)
 
     def on_up(self, info: EngineInfo, epoch: int) -> None:
-        self._owner.info, self.info, self.epoch = info, info, epoch
+        if self.late is None or self._owner.info is None:
+            self._owner.info = info
+        self.num_restarts += self.state == "restarting" or (self.state == "away" and self.info is not None)
+        self.info, self.epoch, self.missed = info, epoch, False
         self.since_s = self._owner.clock.now()
         self.leaving.clear()
         if self.noticed:
             self.noticed = self.draining = False
         self._before = _added([self._before, self.snapshot.counters])
         self.snapshot = EngineSnapshot()
-        self.num_restarts += self.state == "restarting"
+        if self.state == "away":
+            self.state = "restarting"
         self.reason = "requests that may have crashed the engine are tried one by one"
         self.replay.begin(stream.request for stream in list(self.streams.values()))
 
@@ -122,6 +135,16 @@ class Replica:
         items: list[Intake] = [self._owner.given(self, request) for request in again if request is not None]
         if items:
             self.link.send(items)
+        self._owner.came_back(self)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Nothing may wait for it."""
+        return self.state == "failed" or (self.state == "away" and self.missed)
+
+    def refuses(self, info: EngineInfo) -> str:
+        """See `link.Listener`."""
+        return self._owner.refuses(info)
 
     def let_go(self, stream: Stream) -> None:
         """Another goes on with `stream`. What this engine still says of it is nobody's."""

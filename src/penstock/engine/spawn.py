@@ -38,21 +38,31 @@ def spawn(command: Sequence[str] = COMMAND) -> Spawned:
     Raises OSError if it cannot be started.
     """
     ours, theirs = socket.socketpair()
+    try:
+        process, box = spawn_on(theirs, command)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Spawned(process, ours, box)
+
+
+def spawn_on(sock: socket.socket, command: Sequence[str] = COMMAND) -> tuple[subprocess.Popen[bytes], BlackBox]:
+    """The same for a child whose end of the connection there is already; it is the caller's to close here."""
     box = BlackBox.create()
     assert box.fd is not None
     # Ctrl-C is the parent's affair from the child's first moment on, before it can say so itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(box.fd)],
+            [*command, str(sock.fileno()), str(box.fd)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), box.fd),
+            pass_fds=(sock.fileno(), box.fd),
         )
     except BaseException:
-        ours.close()
         box.close()
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-    return Spawned(process, ours, box)
+    return process, box

@@ -86,9 +86,10 @@ class Splitter:
 
 
 def read_frame(sock: socket.socket) -> bytes | None:
-    """The next frame, blocking; None if the other side has gone."""
+    """The next frame, blocking; None if the other side has gone, or the stream is broken."""
     head = _exactly(sock, _HEAD)
-    return None if head is None else _exactly(sock, int.from_bytes(head, "little"))
+    size = MAX_FRAME + 1 if head is None else int.from_bytes(head, "little")
+    return None if size > MAX_FRAME else _exactly(sock, size)
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes | None:

@@ -1,18 +1,20 @@
-"""How hosts of one model meet: who may, and what both have to have alike before a rank of one computes for the other.
+"""How hosts of one model meet: who may, and what both have to have alike before one computes for the other: ranks of
+one engine (`executor.nodes`), or engines of one server (`launch.engine_hosts`).
 
 Every connection begins in the same way, whatever it is for. Both know a secret; each proves it by an HMAC over a number
 that the other has just drawn, the host that connects first, so that who has not the secret learns nothing. What is said
 then is msgpack in frames with MACs (`runner.block_wire.Channel`). No pickle.
 
-    host                        lead (node_rank 0)
+    host                        lead (node_rank 0, or the server)
     preface (magic, version)
                                 preface, 32 drawn bytes
     32 drawn bytes, proof
                                 proof
-    Joins
+    Joins (of engines: EngineJoins)
                                 HostAnswer
 
-After that a connection for steps, or for what ranks give each other, has bytes of its own protocol, unsigned.
+After that a connection for steps, for what ranks give each other, or of an engine, has bytes of its own protocol,
+unsigned.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import ipaddress
 import secrets
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +33,8 @@ import msgspec
 
 from penstock.base.errors import ConfigError, EngineError
 from penstock.base.hashing import digest
+from penstock.core.engine_host import FromEngineHost, ToEngineHost
+from penstock.core.messages import FromEngine, ToEngine
 from penstock.engine import wire
 from penstock.executor.messages import FromRank, ToRank
 from penstock.families.registry import open_model
@@ -40,8 +45,34 @@ from penstock.runner.block_wire import Channel, PeerError, lost, receive_exactly
 from penstock.runner.shared_secret import read_secrets
 
 VERSION = 1
-_MAGIC = b"PSTRANK"
-PREFACE = _MAGIC + bytes([VERSION])
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What hosts meet for. `magic`: the first bytes of it. `lead`: who listens, in sentences; `nobody`: another program
+    listens there; `address`, `port`: the settings that say where."""
+
+    magic: bytes
+    lead: str
+    nobody: str
+    address: str
+    port: str
+
+    @property
+    def preface(self) -> bytes:
+        return self.magic + bytes([VERSION])
+
+
+RANKS = Meeting(
+    b"PSTRANK", "the lead", "no lead of ranks listens there; give the lead's master_addr and master_port",
+    "master_addr", "master_port",
+)  # fmt: skip
+ENGINES = Meeting(
+    b"PSTENGN", "the server",
+    "no server that takes engines listens there; give its data_parallel_address and data_parallel_rpc_port",
+    "data_parallel_address", "data_parallel_rpc_port",
+)  # fmt: skip
+PREFACE = RANKS.preface
 MOST_BYTES = 16 << 20
 """Of a frame before ranks run: a rank's description is some kilobytes."""
 WITHIN_S = 10.0
@@ -55,14 +86,15 @@ _UNSENT_MS = 25_000
 
 
 class Alike(msgspec.Struct, frozen=True, array_like=True):
-    """What two hosts must have alike: messages and version, instruction set and kernels' file, model, sizes."""
+    """What two hosts must have alike: messages and version, instruction set and kernels' file, model; of ranks also how
+    many on how many hosts."""
 
     build: str
     isa: str
     kernels: str
     model: str
-    ranks: int
-    hosts: int
+    ranks: int = 1
+    hosts: int = 1
 
 
 class Joins(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +109,20 @@ class Joins(msgspec.Struct, frozen=True, array_like=True):
     exchange: int = -1
     model: str = ""
     own: dict[str, Any] = {}
+
+
+class EngineJoins(msgspec.Struct, frozen=True, array_like=True):
+    """What a host with engines connects for. `host`: engine `number` of the server's `size` may run there. `engine`: it
+    runs, and this is its connection, as the one who began `group` asked. `name`: of the machine. `own`: settings that
+    the host has for itself; `given`: others that were given there, which have to be the server's."""
+
+    what: Literal["host", "engine"]
+    number: int
+    size: int
+    group: str = ""
+    name: str = ""
+    own: dict[str, Any] = {}
+    given: dict[str, Any] = {}
 
 
 class HostAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -109,34 +155,62 @@ class HostRefusedError(EngineError):
 def alike(model: str, ranks: int, hosts: int) -> Alike:
     """`model`: folder or file of the weights, which are hashed whole (`ops.native.content_key`). Raises ModelError, and
     EngineError without native kernels."""
-    checkpoint = open_model(model)
-    files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
-    identity = content_key(files, "ranks", repr(checkpoint.spec))
+    isa, kernels = _kernels()
+    if not isa:
+        raise EngineError("ranks on several hosts need native kernels, and there are none")
+    messages = wire.identity(ToRank, FromRank, Joins, HostAnswer, Begin, Ended)
+    return Alike(messages, isa, kernels, _content(model, "ranks"), ranks, hosts)
+
+
+def alike_engines(model: str) -> Alike:
+    """The same of a host with engines of a server. Raises ModelError."""
+    return Alike(alike_messages(), *_kernels(), _content(model, "engines"))
+
+
+def alike_messages() -> str:
+    """Version and messages of a host with engines."""
+    return wire.identity(ToEngine, FromEngine, EngineJoins, HostAnswer, ToEngineHost, FromEngineHost)
+
+
+def _kernels() -> tuple[str, str]:
+    """Instruction set, and hash of the kernels' file; empty without native kernels."""
     library = best_library()
     if library is None:
-        raise EngineError("ranks on several hosts need native kernels, and there are none")
+        return "", ""
     isa = library.pst_isa_name().decode()
-    messages = wire.identity(ToRank, FromRank, Joins, HostAnswer, Begin, Ended)
-    return Alike(messages, isa, digest(libraries()[isa].read_bytes()).hex(), identity, ranks, hosts)
+    return isa, digest(libraries()[isa].read_bytes()).hex()
 
 
-def difference(lead: Alike, host: list[Any], number: int) -> str:
-    """Why ranks of `host` (an `Alike`, undecoded) cannot compute for the lead's; "": they can."""
+def terms() -> str:
+    """What another host needs to meet with this one, for people: equal on both, or they do not."""
+    isa, kernels = _kernels()
+    version, _, messages = alike_messages().partition("-")
+    native = f"{isa} kernels {kernels[:8]}" if isa else "no native kernels"
+    return f"Penstock {version} (messages {messages[:8]}), {native}"
+
+
+def _content(model: str, use: str) -> str:
+    checkpoint = open_model(model)
+    files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
+    return content_key(files, use, repr(checkpoint.spec))
+
+
+def difference(lead: Alike, host: list[Any], number: int, meeting: Meeting = RANKS) -> str:
+    """Why ranks or engines of `host` (an `Alike`, undecoded) cannot compute for the lead's; "": they can."""
     theirs = dict(zip(Alike.__struct_fields__, host, strict=False))
     version, other = (str(said).partition("-")[0] for said in (lead.build, theirs.get("build")))
+    who, whose = (f"host {number}" if meeting is RANKS else f"the host of engine {number}"), meeting.lead
     if theirs.get("build") != lead.build:
-        return (
-            f"host {number} has another build of Penstock ({other}) than the lead ({version}); install the same on both"
-        )
+        return f"{who} has another build of Penstock ({other}) than {whose} ({version}); install the same on both"
     if theirs.get("isa") != lead.isa:
         return (
-            f"host {number} computes with {theirs.get('isa')} and the lead with {lead.isa}, whose bits differ; set "
+            f"{who} computes with {theirs.get('isa')} and {whose} with {lead.isa}, whose bits differ; set "
             "PENSTOCK_CPU_ISA to one that both have"
         )
     if theirs.get("kernels") != lead.kernels:
-        return f"host {number} has native kernels of another build than the lead; install the same on both"
+        return f"{who} has native kernels of another build than {whose}; install the same on both"
     if theirs.get("model") != lead.model:
-        return f"host {number} has another model than the lead; give both the same files"
+        return f"{who} has another model than {whose}; give both the same files"
     if (theirs.get("ranks"), theirs.get("hosts")) != (lead.ranks, lead.hosts):
         return (
             f"host {number} was started for {theirs.get('ranks')} ranks on {theirs.get('hosts')} hosts, and the lead "
@@ -145,29 +219,32 @@ def difference(lead: Alike, host: list[Any], number: int) -> str:
     return ""
 
 
-def secret_of(path: str | None, address: str) -> bytes:
+def secret_of(path: str | None, address: str, meeting: Meeting = RANKS) -> bytes:
     """What hosts share; without a file nothing, which is enough on one machine. Raises ConfigError."""
     if path is not None:
-        return read_secrets(Path(path), FIELD).connection
-    if not is_loopback(address):
+        secret = read_secrets(Path(path), FIELD).connection
+        return secret if meeting is RANKS else hmac.digest(secret, meeting.magic, "sha256")
+    if not is_loopback(address, meeting):
+        what = "ranks" if meeting is RANKS else "engines"
         raise ConfigError(
-            f"{FIELD}: other hosts can reach {address}, so ranks need a secret there: a file of one line (openssl rand "
-            "-hex 32), the same on each host; without one master_addr has to be 127.0.0.1",
+            f"{FIELD}: other hosts can reach {address}, so {what} need a secret there: a file of one line (openssl "
+            f"rand -hex 32), the same on each host; without one {meeting.address} has to be 127.0.0.1",
             field=FIELD,
         )
     return b"penstock ranks on one machine"
 
 
-def is_loopback(address: str) -> bool:
+def is_loopback(address: str, meeting: Meeting = RANKS) -> bool:
     """Raises ConfigError for a name that nobody knows."""
+    field = meeting.address
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"master_addr: {quoted(address)} is not known: {error}", field="master_addr") from error
+        raise ConfigError(f"{field}: {quoted(address)} is not known: {error}", field=field) from error
     return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int, meeting: Meeting = RANKS) -> socket.socket:
     """Raises ConfigError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -175,13 +252,15 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         why = "it is taken" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         raise ConfigError(
-            f"master_port: {address} port {port} cannot be listened to: {why}; name an address of this host and a "
+            f"{meeting.port}: {address} port {port} cannot be listened to: {why}; name an address of this host and a "
             "port that is free, the same on all hosts",
-            field="master_port",
+            field=meeting.port,
         ) from error
 
 
-def join(address: str, port: int, secret: bytes, own: Alike, joins: Joins) -> Channel:
+def join(
+    address: str, port: int, secret: bytes, own: Alike, joins: Joins | EngineJoins, meeting: Meeting = RANKS
+) -> Channel:
     """A connection that the lead has agreed to. Raises HostRefusedError, PeerError (lost, slow, version, secret,
     busy)."""
     try:
@@ -189,28 +268,31 @@ def join(address: str, port: int, secret: bytes, own: Alike, joins: Joins) -> Ch
     except OSError as error:
         raise lost(error) from error
     try:
-        return _join(sock, secret, own, joins)
+        return _join(sock, secret, own, joins, meeting)
     except BaseException:
         sock.close()
         raise
 
 
-def _join(sock: socket.socket, secret: bytes, own: Alike, joins: Joins) -> Channel:
+def _join(
+    sock: socket.socket, secret: bytes, own: Alike, joins: Joins | EngineJoins, meeting: Meeting
+) -> Channel:  # fmt: skip
     _prepare(sock)
-    _send(sock, PREFACE)
-    hello = bytes(receive_exactly(sock, len(PREFACE), WITHIN_S))
-    if hello[: len(_MAGIC)] != _MAGIC:
-        raise PeerError("version", "no lead of ranks listens there; give the lead's master_addr and master_port")
-    if hello != PREFACE:
-        raise PeerError("version", f"the lead speaks version {hello[-1]} of the protocol, and this host {VERSION}")
+    preface, lead = meeting.preface, meeting.lead
+    _send(sock, preface)
+    hello = bytes(receive_exactly(sock, len(preface), WITHIN_S))
+    if hello[: len(meeting.magic)] != meeting.magic:
+        raise PeerError("version", meeting.nobody)
+    if hello != preface:
+        raise PeerError("version", f"{lead} speaks version {hello[-1]} of the protocol, and this host {VERSION}")
     theirs, ours = bytes(receive_exactly(sock, _DRAWN, WITHIN_S)), secrets.token_bytes(_DRAWN)
     _send(sock, ours + _proof(secret, b"host", theirs, ours))
     try:
         answer = bytes(receive_exactly(sock, _PROOF, WITHIN_S))
     except PeerError as error:
-        raise PeerError("secret", "the lead did not accept the secret") from error
+        raise PeerError("secret", f"{lead} did not accept the secret") from error
     if not hmac.compare_digest(answer, _proof(secret, b"lead", theirs, ours)):
-        raise PeerError("secret", "the lead has another secret")
+        raise PeerError("secret", f"{lead} has another secret")
     keys = [_proof(secret, way, theirs, ours) for way in (b"to lead", b"to host")]
     channel = Channel(sock, keys[0], keys[1], WITHIN_S)
     say(channel, [own, joins])
@@ -220,16 +302,18 @@ def _join(sock: socket.socket, secret: bytes, own: Alike, joins: Joins) -> Chann
     return channel
 
 
-def admit(sock: socket.socket, secret: bytes) -> tuple[Channel, list[Any], Any]:
+def admit(sock: socket.socket, secret: bytes, meeting: Meeting = RANKS) -> tuple[Channel, list[Any], Any]:
     """The lead's part: the channel, the host's `Alike` and its `Joins`, both undecoded. It is to be answered with a
     HostAnswer. Raises PeerError."""
     _prepare(sock)
-    hello = receive_exactly(sock, len(PREFACE), WITHIN_S)
-    if hello[: len(_MAGIC)] != _MAGIC:
-        raise PeerError("version", "it does not speak the protocol of ranks")
+    preface = meeting.preface
+    hello = receive_exactly(sock, len(preface), WITHIN_S)
+    what = "ranks" if meeting is RANKS else "engines"
+    if hello[: len(meeting.magic)] != meeting.magic:
+        raise PeerError("version", f"it does not speak the protocol of {what}")
     ours = secrets.token_bytes(_DRAWN)
-    _send(sock, PREFACE + ours)
-    if hello != PREFACE:
+    _send(sock, preface + ours)
+    if hello != preface:
         raise PeerError("version", f"it speaks version {hello[-1]} of the protocol, and this side version {VERSION}")
     answer = receive_exactly(sock, _DRAWN + _PROOF, WITHIN_S)
     theirs, proof = bytes(answer[:_DRAWN]), bytes(answer[_DRAWN:])
@@ -240,7 +324,7 @@ def admit(sock: socket.socket, secret: bytes) -> tuple[Channel, list[Any], Any]:
     channel = Channel(sock, keys[0], keys[1], WITHIN_S)
     said = hear(channel, list)
     if len(said) != 2 or not isinstance(said[0], list):
-        raise PeerError("version", "it says something else than a host of ranks would")
+        raise PeerError("version", f"it says something else than a host of {what} would")
     return channel, said[0], said[1]
 
 

@@ -93,7 +93,7 @@ def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
 
 def backend_of(config: EngineConfig) -> Backend:
     """As `ops` says, with the settings' threads."""
-    sharers = ranks_here(config) * config.execution.most_replicas
+    sharers = ranks_here(config) * config.execution.replicas_here
     return BACKENDS.get(_name(config)).of(config, max(1, probe().num_cores // sharers))
 
 

@@ -119,7 +119,7 @@ def start(
         return engine
     check_names(config)
     spans = spans or Spans()
-    if config.execution.most_replicas > 1 and not serving:
+    if config.execution.is_replicated and not serving:
         field = config.execution.replicas_field
         raise ConfigError(f"{field}: a program has one engine of its own; penstock serve has several", field=field)
     with loading("downloading") as download:

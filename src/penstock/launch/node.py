@@ -21,6 +21,12 @@ def run_node(config: EngineConfig) -> int:
     """Until a signal to end. Raises: ConfigError, ModelError (the model), EngineError if the lead will not have it."""
     run = config.execution
     size, hosts, host = run.tensor_parallel_size, run.nnodes, run.node_rank
+    if run.data_parallel_size > 1:
+        raise ConfigError(
+            "headless: a host with engines of data_parallel_size has a data_parallel_start_rank, the number of its "
+            "first engine; give it",
+            field="data_parallel_start_rank",
+        )
     if not 0 < host < hosts or size % hosts:
         raise ConfigError(
             f"headless: this host has node_rank {host} of nnodes {hosts} and {size} ranks in all; give node_rank 1 or "

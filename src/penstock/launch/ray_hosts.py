@@ -1,10 +1,11 @@
-"""`--distributed-executor-backend ray`: the further hosts of `--nnodes` are nodes of a Ray cluster.
+"""`--distributed-executor-backend ray`: the further hosts of `--nnodes`, or with engines of `--data-parallel-size`, are
+nodes of a Ray cluster.
 
 This process is the first host. Ray reserves processors on as many nodes (a placement group, each bundle on another
 node) and keeps an actor on each of the others, which starts `penstock serve --headless` and watches it; an actor that
-ends is made again, where there is room for its bundle. Steps, activations and keys go between our own processes as they
-always do (`executor.nodes`); through Ray go the words of a command line and the ranks' secret. Only hosts of the same
-build, kernels and model are taken, as without Ray.
+ends is made again, where there is room for its bundle. Steps, activations, keys and tokens go between our own processes
+as they always do (`executor.nodes`, `launch.engine_hosts`); through Ray go the words of a command line and the hosts'
+secret. Only hosts of the same build, kernels and model are taken, as without Ray.
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ log = logging.getLogger("penstock.ranks")
 
 
 class RayHosts:
-    """Hosts of ranks in a cluster, until `close`. `config`: the engine's, with the address and the secret they have."""
+    """Hosts of ranks, or with an engine each, in a cluster, until `close`. `config`: the engine's, with the address and
+    the secret they have."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises: ConfigError for Ray that is not there, a cluster that is not, or has too few nodes."""
         run = config.execution
-        if run.nnodes < 2:
+        if run.nnodes < 2 and not run.num_elsewhere:
             raise ConfigError(
                 f"{FIELD}: ray places the hosts of nnodes, and there is one, this process; give nnodes 2 or more (and "
-                "tensor_parallel_size), or leave it away",
+                "tensor_parallel_size), or data_parallel_size 2 or more, or leave it away",
                 field=FIELD,
             )
+        self._run = run
+        self._engines = run.num_elsewhere
+        self._field = "data_parallel_size" if self._engines else "nnodes"
         self._ray = ray = _ray()
         self._began = not ray.is_initialized()
         if self._began:
@@ -59,25 +64,41 @@ class RayHosts:
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
         try:
-            address = run.master_addr
+            address = run.data_parallel_address if self._engines else run.master_addr
             if address == "127.0.0.1":
                 address = ray.util.get_node_ip_address()
             secret = self._secret(run.ranks_secret_file)
             self.config = replace(
                 config,
                 execution=replace(
-                    run, distributed_executor_backend="mp", master_addr=address,
+                    run, distributed_executor_backend="mp",
                     ranks_secret_file=run.ranks_secret_file or self._secret_file,
+                    **self._whereabouts(address),
                 ),
             )  # fmt: skip
             self._group = self._placed()
-            for host in range(1, run.nnodes):
+            for host in range(1, len(self._num_cpus)):
                 self._actors.append(self._actor(host, secret))
         except BaseException:
             self.close()
             raise
         self._watcher = threading.Thread(target=self._watch, name="penstock-ray", daemon=True)
         self._watcher.start()
+
+    def _whereabouts(self, address: str) -> dict[str, Any]:
+        """Settings that say where the hosts meet, and that this one is the first."""
+        if not self._engines:
+            return {"master_addr": address}
+        return {"data_parallel_address": address, "data_parallel_size_local": self._run.size_here}
+
+    @property
+    def _num_cpus(self) -> list[int]:
+        """Processors of each host, the first one's first."""
+        run = self._run
+        each = run.num_ranks // run.nnodes * (run.threads or 1)
+        if self._engines:
+            return [run.size_here * each, *[each] * self._engines]
+        return [each] * run.nnodes
 
     def _secret(self, path: str | None) -> str:
         """Of a file that was given, or drawn, in a file that only this user can read."""
@@ -91,30 +112,31 @@ class RayHosts:
         return secret
 
     def _placed(self) -> Any:
-        """A placement group: processors for the ranks of each host, the first one's on this node."""
-        ray, run = self._ray, self.config.execution
-        num_cpus = run.num_ranks // run.nnodes * (run.threads or 1)
+        """A placement group: processors for what runs on each host, the first one's on this node."""
+        ray, wanted = self._ray, self._num_cpus
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        num_cpus = wanted[-1]
         fitting = [node for node in nodes if node["Resources"].get("CPU", 0) >= num_cpus]
-        if len(fitting) < run.nnodes:
+        if len(fitting) < len(wanted) - (not wanted[0]):
             raise ConfigError(
-                f"nnodes: {run.nnodes} hosts of {num_cpus} processors each want as many nodes, and of the cluster's "
-                f"{len(nodes)} have {len(fitting)} as many; add nodes (ray start --address ...), or use fewer hosts or "
-                "threads",
-                field="nnodes",
+                f"{self._field}: {len(wanted)} hosts of {num_cpus} processors each want as many nodes, and of the "
+                f"cluster's {len(nodes)} have {len(fitting)} as many; add nodes (ray start --address ...), or use "
+                "fewer hosts or threads",
+                field=self._field,
             )
         here = ray.get_runtime_context().get_node_id()
+        # Without an engine here a little of this node is reserved all the same: it is not to have another's.
         group = ray.util.placement_group(
-            [{"CPU": float(num_cpus)}] * run.nnodes, strategy="STRICT_SPREAD", name=self._name,
-            bundle_label_selector=[{"ray.io/node-id": here}, *[{}] * (run.nnodes - 1)],
+            [{"CPU": float(cpus)} if cpus else {"CPU": 0.001} for cpus in wanted], strategy="STRICT_SPREAD",
+            name=self._name, bundle_label_selector=[{"ray.io/node-id": here}, *[{}] * (len(wanted) - 1)],
         )  # fmt: skip
         if not group.wait(PLACED_S):
             ray.util.remove_placement_group(group)
             raise ConfigError(
-                f"nnodes: the cluster could not reserve {num_cpus} processors on each of {run.nnodes} nodes within "
-                f"{PLACED_S:g} s: others have them (ray status says who); wait, add nodes, or use fewer hosts or "
-                "threads",
-                field="nnodes",
+                f"{self._field}: the cluster could not reserve {num_cpus} processors on each of {len(wanted)} nodes "
+                f"within {PLACED_S:g} s: others have them (ray status says who); wait, add nodes, or use fewer hosts "
+                "or threads",
+                field=self._field,
             )
         return group
 
@@ -122,11 +144,7 @@ class RayHosts:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         run = self.config.execution
-        words = [
-            "serve", self.config.model.model, "--headless", "--tensor-parallel-size", str(run.tensor_parallel_size),
-            "--nnodes", str(run.nnodes), "--node-rank", str(host), "--master-addr", run.master_addr,
-            "--master-port", str(run.master_port),
-        ]  # fmt: skip
+        words = ["serve", self.config.model.model, "--headless", *self._words(host)]
         words += ["--threads", str(run.threads)] if run.threads else []
         words += ["--revision", self.config.model.revision] if self.config.model.revision else []
         where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=host)
@@ -135,6 +153,19 @@ class RayHosts:
             name=f"{self._name}-host-{host}",
         )  # fmt: skip
         return made.remote(words, secret)
+
+    def _words(self, host: int) -> list[str]:
+        run = self.config.execution
+        if self._engines:
+            said = {
+                "size": run.data_parallel_size, "size-local": 1, "start-rank": run.size_here + host - 1,
+                "address": run.data_parallel_address, "rpc-port": run.data_parallel_rpc_port,
+            }  # fmt: skip
+            return [word for name, value in said.items() for word in (f"--data-parallel-{name}", str(value))]
+        return [
+            "--tensor-parallel-size", str(run.tensor_parallel_size), "--nnodes", str(run.nnodes), "--node-rank",
+            str(host), "--master-addr", run.master_addr, "--master-port", str(run.master_port),
+        ]  # fmt: skip
 
     def pids(self) -> list[tuple[int, int]]:
         """Of each host's actor and its process. For tests and people."""

@@ -143,7 +143,7 @@ def check_hosts(config: EngineConfig) -> None:
 
 def rank_machine(config: EngineConfig, machine: Machine) -> Machine:
     """One rank's share of the machine; other hosts are taken to be like this one."""
-    size = ranks_here(config) * config.execution.most_replicas
+    size = ranks_here(config) * config.execution.replicas_here
     return msgspec.structs.replace(machine, available_bytes=machine.available_bytes // size)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
 from penstock.config.lora import parse_modules
+from penstock.config.offload import offload_of
 from penstock.config.server import ServerConfig
 from penstock.core.replica_roles import roles_of
 from penstock.engine.faults import parse as parse_fault
@@ -32,8 +33,15 @@ from penstock.text.template import check_template
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
+    from penstock.engine.remote_link import RemoteLink
     from penstock.launch.adapters import AdapterBook
     from penstock.text.limits import Limits
+
+
+NO_STORE = (
+    "keys and values go from engine to engine by a store; give kv_offload, too (remote:HOST:PORT where engines are on "
+    "other hosts)"
+)
 
 
 def checked(config: ServeConfig) -> str | None:
@@ -119,11 +127,17 @@ async def open_adapters(config: ServerConfig, book: AdapterBook, taken: Sequence
         raise ConfigError(str(error), field="lora_modules") from None
 
 
-def make_link(config: ServeConfig, spare: Spawned | None = None, *, block_secret: bytes = b"") -> Link:
-    """`block_secret`: see `ProcessLink`. Raises ConfigError for a fault that does not exist."""
+def checked_faults(config: ServeConfig) -> list[str]:
+    """Raises ConfigError for a fault that does not exist."""
     faults = config.server.names("fault")
     for text in faults:
         parse_fault(text)
+    return faults
+
+
+def make_link(config: ServeConfig, spare: Spawned | None = None, *, block_secret: bytes = b"") -> Link:
+    """`block_secret`: see `ProcessLink`. Raises ConfigError for a fault that does not exist."""
+    faults = checked_faults(config)
     if not config.server.engine_in_process:
         return ProcessLink(
             config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
@@ -145,8 +159,9 @@ def make_link(config: ServeConfig, spare: Spawned | None = None, *, block_secret
 def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spawned | None) -> EngineClient:
     """Of one engine, or of `data_parallel_size` of them, or of up to `max_replicas`. Raises ConfigError for a policy
     that does not exist."""
-    size = config.engine.execution.data_parallel_size
-    if config.engine.execution.most_replicas == 1 or link is not None:
+    run = config.engine.execution
+    size = run.data_parallel_size
+    if not run.is_replicated or link is not None:
         return EngineClient(link or make_link(config, spare), None, clock)
     server = config.server
     given = {
@@ -165,16 +180,24 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
 
     placing = EnginePlacement(ROUTERS.get(server.route_policy)())
     secret = placing.block_secret
-    links = [make_link(config, spare if number == 0 else None, block_secret=secret) for number in range(size)]
-    has_store = config.engine.cache.kv_offload != "none"
+    links = [make_link(config, spare if number == 0 else None, block_secret=secret) for number in range(run.size_here)]
+    late: list[RemoteLink] = []
+    if run.num_elsewhere:
+        late = remote_links(config, secret)
+    offload = offload_of(config.engine.cache.kv_offload)
+    # A disk of one host is nothing that another's engine could read.
+    has_store = offload is not None and (not late or bool(offload.remotes))
     roles = None if server.replica_roles is None else roles_for(server.replica_roles, size, has_store=has_store)
-    client = EngineClient(links[0], None, clock, further=links[1:], placing=placing, has_store=has_store)
+    everyone: list[Link] = [*links, *late]
+    client = EngineClient(
+        everyone[0], None, clock, further=everyone[1:], late=late, placing=placing, has_store=has_store
+    )  # fmt: skip
     if roles is not None:
         client.handover.set_roles(dict(enumerate(roles)))
     if server.enable_migration:
         if not has_store:
             raise ConfigError(
-                "enable_migration: keys and values go from engine to engine by a store; give kv_offload, too",
+                f"enable_migration: {NO_STORE}",
                 field="enable_migration",
             )
         from penstock.engine.rescheduling import Rescheduling
@@ -182,6 +205,27 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
 
         client.rescheduling = Rescheduling(client, Rescheduler())
     return client
+
+
+def remote_links(config: ServeConfig, block_secret: bytes) -> list[RemoteLink]:
+    """To the engines that join from other hosts (`launch.engine_hosts`), by number. Raises as `make_link`, and
+    ConfigError for a server whose engines come and go by themselves."""
+    from penstock.engine.remote_link import RemoteLink
+
+    server, run = config.server, config.engine.execution
+    if server.autoscale is not None:
+        raise ConfigError(
+            "autoscale: it starts and ends engines of this host; leave it away, or data_parallel_size_local",
+            field="autoscale",
+        )
+    faults = checked_faults(config)
+    return [
+        RemoteLink(
+            number, config.engine.as_kwargs(), max_restarts_per_minute=server.max_restarts_per_minute, faults=faults,
+            hang_s=server.watchdog_timeout, block_secret=block_secret,
+        )
+        for number in range(run.size_here, run.data_parallel_size)
+    ]  # fmt: skip
 
 
 def roles_for(given: str, size: int, *, has_store: bool) -> list[str]:
@@ -192,7 +236,7 @@ def roles_for(given: str, size: int, *, has_store: bool) -> list[str]:
         raise ConfigError(f"replica_roles: {error}", field="replica_roles") from None
     if not has_store:
         raise ConfigError(
-            "replica_roles: keys and values go from engine to engine by a store; give kv_offload, too",
+            f"replica_roles: {NO_STORE}",
             field="replica_roles",
         )
     return roles

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.base.clock import MonotonicClock
 from penstock.config import ServeConfig
@@ -25,6 +26,9 @@ from penstock.server.scaling import add_scaling, check_autoscale
 from penstock.server.transport.tls import Watching, open_tls
 from penstock.server.turns import grammars
 
+if TYPE_CHECKING:
+    from penstock.launch.engine_hosts import EngineHosts
+
 log = logging.getLogger("penstock.server")
 _PARTS = (loop_watch, keys, metrics, energy, request_log, traces, gate, grammars, store, files, runner)
 """Installed in this order; closed in the opposite one."""
@@ -37,12 +41,12 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     that was spawned already.
     """
     if config.engine.execution.distributed_executor_backend != "ray":
-        return await _build(config, link, spare)
+        return await _build_with_hosts(config, link, spare)
     from penstock.launch.ray_hosts import RayHosts  # nobody else needs it
 
     hosts = await asyncio.to_thread(RayHosts, config.engine)
     try:
-        server = await _build(replace(config, engine=hosts.config), link, spare)
+        server = await _build_with_hosts(replace(config, engine=hosts.config), link, spare)
     except BaseException:
         hosts.close()
         raise
@@ -50,7 +54,25 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
     return server
 
 
-async def _build(config: ServeConfig, link: Link | None, spare: Spawned | None) -> Server:
+async def _build_with_hosts(config: ServeConfig, link: Link | None, spare: Spawned | None) -> Server:
+    """With a port where other hosts come with engines, if some of them are there."""
+    if not config.engine.execution.num_elsewhere or link is not None or config.models:  # refused behind this
+        return await _build(config, link, spare)
+    from penstock.launch.engine_hosts import EngineHosts  # nobody else needs it
+
+    hosts = EngineHosts(config.engine)
+    try:
+        server = await _build(config, link, spare, hosts)
+    except BaseException:
+        hosts.close()
+        raise
+    server.closers.insert(0, hosts.close)  # behind the engines
+    return server
+
+
+async def _build(
+    config: ServeConfig, link: Link | None, spare: Spawned | None, hosts: EngineHosts | None = None
+) -> Server:  # fmt: skip
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
     traces.check_traces(config.server)
     meter = energy.check_power(config)
@@ -66,6 +88,10 @@ async def _build(config: ServeConfig, link: Link | None, spare: Spawned | None) 
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
     client = make_client(config, clock, link, spare)
+    if hosts is not None:
+        from penstock.engine.remote_link import RemoteLink
+
+        hosts.begin([late for one in client.replicas if isinstance(late := one.late, RemoteLink)])
     starting = asyncio.create_task(client.start())
     try:
         front = await asyncio.to_thread(load_front)  # meanwhile: the engine reads its own

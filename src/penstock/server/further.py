@@ -50,7 +50,7 @@ class Further:
             configs[further.name] = fair_share(with_adapters(further.config))
         _distinct(names)
         for one in (config, *configs.values()):
-            if one.engine.execution.most_replicas > 1:
+            if one.engine.execution.is_replicated:
                 field = one.engine.execution.replicas_field
                 raise ConfigError(
                     f"{field}: a server of several models has one engine of each; leave it away, or the further models",

@@ -178,7 +178,7 @@ def test_the_doctor_begins_with_what_a_user_needs() -> None:
     assert lines[1].startswith("GPU: ")
     assert "speed was measured on one H100 (docs/guides/gpu.md)" in lines[1]
     said = done.stdout
-    order = ("What can run here", "Models by name:", "Missing:", "Next: penstock serve")
+    order = ("What can run here", "Models by name:", "Other hosts, for engines", "Missing:", "Next: penstock serve")
     assert [said.index(words) for words in order] == sorted(said.index(words) for words in order)
     assert len(lines) < 26
     assert "radix" not in said

@@ -63,6 +63,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_allocator": "paged", "module_chunk_tokens": 0, "module_recompute": 0.0, "kv_layer_tpot": None,
         "kv_layer_rows": 0, "swap_space": 0.0, "preemption_mode": "auto",
         "ops": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1, "max_replicas": None,
+        "data_parallel_size_local": None, "data_parallel_start_rank": None, "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": 29550,
         "tensor_parallel_sums": False, "distributed_executor_backend": "mp",
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
@@ -221,7 +223,8 @@ def test_names_that_mean_the_same_are_taken_with_a_word(name: str, caplog: pytes
     given: Any = {bool: True, int: 7, float: 7.5, str: "word"}[item.kind]
     given = {"cudagraph_capture_sizes": "1,2"}.get(alias.ours, given)
     meant = not given if alias.opposite else given
-    base = {} if alias.ours == "model" else {"model": "m"}
+    base: dict[str, Any] = {} if alias.ours == "model" else {"model": "m"}
+    base |= {"data_parallel_size": 7} if alias.ours == "data_parallel_size_local" else {}
     assert serve_from_kwargs(**base, **{name: given}) == serve_from_kwargs(**base, **{alias.ours: meant})
     assert caplog.messages == [f"{name} is taken for {alias.ours} {meant}"]
     for value in alias.unset:

@@ -171,7 +171,7 @@ class Metrics(Collector):
             return  # the process is told of once
         ProcessCollector(registry=self.registry)
         info = server.client.info
-        if info is not None and info.pid:
+        if info is not None and info.pid and not info.host:  # a process of another host is none of ours
             ProcessCollector("penstock_engine", self._engine_pid, registry=self.registry)
 
     def render(self, only: str | None = None, accept: str = "") -> tuple[bytes, str]:
@@ -212,7 +212,7 @@ class Metrics(Collector):
 
     def _engine_pid(self) -> int:
         info = self.server.client.info
-        return info.pid if info is not None else 0
+        return info.pid if info is not None and not info.host else 0
 
     def tenants(self, only: str | None) -> Iterator[Metric]:
         values = {key: n for key, n in self.stats.tenants.items() if only is None or key[0] == only}
@@ -532,6 +532,9 @@ class Metrics(Collector):
         text = "What state the engine is in: 1 for that."
         states = {(one.number, state): float(one.state == state) for one in found for state in STATES}
         yield from self._labelled(GaugeMetricFamily, "replica_state", text, ("replica", "state"), states)
+        text = "The machine that the engine is on, if it is another than the server's."
+        hosts = {(one.number, one.host): 1.0 for one in found if one.host}
+        yield from self._labelled(GaugeMetricFamily, "replica_host_info", text, ("replica", "host"), hosts)
         for name, text, value in REPLICA_COUNTERS:
             values = {one.number: float(value(one)) for one in found}
             yield from self._labelled(CounterMetricFamily, name, text, ("replica",), values)

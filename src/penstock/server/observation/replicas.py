@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.server.context import Server
 
 Value = Callable[[ReplicaFacts], float]
-STATES = ("starting", "ready", "restarting", "asleep", "stopped", "failed")
+STATES = ("starting", "ready", "restarting", "away", "asleep", "stopped", "failed")
 REPLICA_GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("replica_up", "Whether the engine works.", lambda one: one.state == "ready"),
     ("replica_draining", "Whether it is given nothing new.", lambda one: one.draining),
@@ -47,4 +47,6 @@ def replicas_shown(server: Server) -> list[dict[str, Any]]:
     if server.client.placing is None:
         return []
     shown = [msgspec.structs.asdict(one) for one in facts_of_all(server)]
+    for one in shown:
+        one["host"] = one["host"].partition(" (")[0]  # its address is for operators
     return [{name: value for name, value in one.items() if name not in _FOR_OPERATORS} for one in shown]

@@ -161,7 +161,7 @@ export class EngineView {
     const share = (part, of) => (of ? Math.round((100 * part) / of) + " %" : "–");
     $("replicas").replaceChildren(...engines.map((e) => {
       const row = element("tr");
-      const cells = [e.number, e.draining ? e.state + ", draining" : e.state, e.requests, e.running, e.waiting_tokens,
+      const cells = [e.number, e.host || "here", e.draining ? e.state + ", draining" : e.state, e.requests, e.running, e.waiting_tokens,
         share(e.kv_used, e.kv_total), share(e.hit_tokens, e.query_tokens), e.generated_tokens, e.restarts];
       row.append(...cells.map((c) => element("td", "", String(c))));
       return row;
