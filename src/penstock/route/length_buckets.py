@@ -42,6 +42,8 @@ class LengthBuckets(RoutePolicy):
         self._there: dict[int, _Placed] = {}
         self._theirs: dict[tuple[int, int], RoutedRequest] = {}
         """Requests (by identity) by engine."""
+        self._coming: dict[int, tuple[RoutedRequest, int]] = {}
+        """Chosen, and not placed yet: blocks are on their way, and others are asked about meanwhile."""
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
         if any(load.prompts_only for load in loads):
@@ -49,7 +51,11 @@ class LengthBuckets(RoutePolicy):
         wanted = _tokens_of(asked)
         roomy = [i for i, load in enumerate(loads) if self._room(load) >= wanted] or list(range(len(loads)))
         drawn = roomy if len(roomy) < 2 else self._rng.sample(roomy, 2)
-        return min(sorted(drawn), key=lambda i: self._weight(loads[i].number, heavy=bucket_of(asked.expected) > 0))
+        self._arrived(asked)
+        chosen = min(drawn, key=lambda i: self._weight(loads[i].number, heavy=bucket_of(asked.expected) > 0))
+        self._coming[id(asked)] = asked, loads[chosen].number
+        self._count(asked, loads[chosen].number, 1)
+        return chosen
 
     def _weight(self, number: int, *, heavy: bool) -> tuple[int, int]:
         """Less is better. A long answer looks at long ones first, a short one at all that is there."""
@@ -61,16 +67,24 @@ class LengthBuckets(RoutePolicy):
         return memory - self._there.get(load.number, _Placed()).tokens
 
     def placed(self, asked: RoutedRequest, number: int) -> None:
+        self._arrived(asked)
         self._theirs[id(asked), number] = asked
         self._count(asked, number, 1)
 
     def ended(self, asked: RoutedRequest, number: int) -> None:
+        self._arrived(asked)
         if self._theirs.pop((id(asked), number), None) is not None:
             self._count(asked, number, -1)
 
     def gone(self, number: int) -> None:
         self._there.pop(number, None)
         self._theirs = {key: asked for key, asked in self._theirs.items() if key[1] != number}
+        self._coming = {key: found for key, found in self._coming.items() if found[1] != number}
+
+    def _arrived(self, asked: RoutedRequest) -> None:
+        """What was chosen for it last counts no more as on its way."""
+        if (found := self._coming.pop(id(asked), None)) is not None:
+            self._count(asked, found[1], -1)
 
     def _count(self, asked: RoutedRequest, number: int, sign: int) -> None:
         there = self._there.setdefault(number, _Placed())

@@ -32,7 +32,7 @@ class Drawn(RoutePolicy):
         self._rng = random.Random(SEED)
 
     def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
-        return self._rng.randrange(len(loads))
+        return self._rng.randrange(len(loads)) if len(loads) > 1 else 0
 
 
 class FewestRequests(RoutePolicy):

@@ -300,7 +300,7 @@ class _Playing:
         assert engine.store is not None, "`check` has seen to it"
         engine.store.look_for(paths, time_s)
         new = str(len(engine.run.columns.arrival_s))
-        move(source.run, name, engine.run)
+        move(source.run, name, engine.run, ended=True)
         engine.run.came.add(int(new))
         self._place(asked, engine, new)
 

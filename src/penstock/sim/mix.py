@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 
 from penstock.base.errors import ConfigError
 from penstock.core.replica_roles import MIXED
@@ -137,5 +136,5 @@ def plain(found: SimulatedMix) -> dict[str, Any]:
     return {
         "machines": found.mix.machines, "cost": found.mix.cost, "attainment": round(found.attainment, 4),
         "by_type": {name: {"attainment": round(a, 4), "requests": n} for name, (a, n) in found.by_type.items()},
-        "given": [dict(given) for given in found.mix.given], "mean": float(np.mean([a for a, _ in found.by_type.values()])),
+        "given": [dict(given) for given in found.mix.given],
     }  # fmt: skip

@@ -123,6 +123,8 @@ class Machines:
             given = dict(self.settings) | {"model": self.model}
             given |= {"max_num_batched_tokens": chunk} if chunk else {}
             given |= {"kv_offload": STORE} if has_store else {}
+            if has_store and role != PREFILL:  # a server has what was handed over in memory before it goes on
+                given |= {"kv_load_policy": "wait"}
             config, plan = device_plan(from_kwargs({}, **given), self.spec, parallel(device, degree))
             name = device.name if degree == 1 else f"{degree} x {device.name}"
             self._services[key] = SimulatedService(name, self.spec, config, plan, device, degree=degree)

@@ -60,3 +60,15 @@ def test_only_those_with_room_for_all_of_it_are_drawn() -> None:
 def test_of_engines_for_prompts_whoever_has_least_to_compute() -> None:
     loads = [EngineLoad(0, waiting_tokens=900, prompts_only=True), EngineLoad(1, waiting_tokens=100)]
     assert LengthBuckets().choose(RoutedRequest(10, expected=LONG), loads) == 1
+
+
+def test_those_that_are_on_their_way_count() -> None:
+    """Blocks take their time: all are asked about before the first one is placed."""
+    router, asked = LengthBuckets(), [RoutedRequest(10, expected=LONG) for _ in range(8)]
+    chosen = [router.choose(one, decoders(2)) for one in asked]
+    assert sorted(chosen) == [0] * 4 + [1] * 4
+    for one, number in zip(asked, chosen, strict=True):
+        router.placed(one, number)
+    for one, number in zip(asked, chosen, strict=True):
+        router.ended(one, number)
+    assert all(there == type(there)() for there in router._there.values()), "nothing is left"
