@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -83,12 +83,15 @@ def test_B15_no_refused_request_has_cost_a_prompt(live: LiveServer) -> None:
 
 def test_B15_who_comes_again_when_told_is_served(live: LiveServer) -> None:
     idle(live)
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(ask, live.url, 100 + n, 250) for n in range(8)]
-        refused = next(a.result() for a in answers if a.result().status_code == 429)
+    with ThreadPoolExecutor(16) as pool:
+        asked: list[Future[httpx.Response]] = []
+        while not (refused := [a.result() for a in asked if a.done() and a.result().status_code == 429]):
+            assert len(asked) < 200, "nobody is refused"
+            asked.append(pool.submit(ask, live.url, 100 + len(asked), 400))
+            time.sleep(0.02)
         began_s = time.monotonic()
         for _ in range(3):  # times are those of a busy machine
-            time.sleep(int(refused.headers["retry-after"]))
+            time.sleep(int(refused[0].headers["retry-after"]))
             again = ask(live.url, 300, 5)
             if again.status_code == 200:
                 break
@@ -97,28 +100,38 @@ def test_B15_who_comes_again_when_told_is_served(live: LiveServer) -> None:
 
 
 def test_H28_long_answers_are_spread_over_those_who_decode(live: LiveServer) -> None:
-    """The same requests by chance and by lengths: how uneven what the two have sampled is."""
+    """The same requests by chance and by lengths: how uneven what the two have sampled is. Six coins come to 1.3 in the
+    mean, the four draws here to 1.24."""
     assert live.server is not None
     placing = live.server.client.placing
     assert placing is not None
     idle(live)
     gate = live.server.parts["admission"]
     usual, found, refusing, gate._early = placing.router, {}, gate._early, None  # all are to be there at once
-    for name in ("random", "length-buckets"):
-        placing.router = ROUTERS.get(name)()
-        before = counted(live, "num_sampled_tokens")
-        with ThreadPoolExecutor(18) as pool:
-            asked = []
-            for n in range(18):
-                asked.append(pool.submit(ask, live.url, 400 + n, 240 if n % 3 == 0 else 8))
-                time.sleep(0.01)
-        assert {one.result().status_code for one in asked} == {200}
-        idle(live)
-        sampled = [b - a for a, b in zip(before, counted(live, "num_sampled_tokens"), strict=True)][1:]
-        found[name] = max(sampled) * 2 / sum(sampled)
+    for name, seeds in (("random", (4, 5, 6, 7)), ("length-buckets", (4, 5))):
+        shares = []
+        for seed in seeds:
+            placing.router = ROUTERS.get(name)()
+            placing.router._rng.seed(seed)
+            shares.append(uneven(live))
+        found[name] = sum(shares) / len(shares)
     gate._early = refusing
     placing.router = usual
-    assert found["length-buckets"] < found["random"], found
+    assert found["length-buckets"] <= 1.1 < found["random"], found
+
+
+def uneven(live: LiveServer) -> float:
+    """Of the two that decode, what one has sampled at most over the mean: 18 requests, a third of them long."""
+    before = counted(live, "num_sampled_tokens")
+    with ThreadPoolExecutor(18) as pool:
+        asked = []
+        for n in range(18):
+            asked.append(pool.submit(ask, live.url, 400 + n, 240 if n % 3 == 0 else 8))
+            time.sleep(0.01)
+    assert {one.result().status_code for one in asked} == {200}
+    idle(live)
+    sampled = [b - a for a, b in zip(before, counted(live, "num_sampled_tokens"), strict=True)][1:]
+    return max(sampled) * 2 / sum(sampled)
 
 
 def test_B15_what_one_has_computed_is_found_by_all_and_by_itself_alone_without_a_memory_in_common(
