@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from benchmarks.engine.interference import Bench
+
 from penstock.launch.bundled import bundled_model
 
 

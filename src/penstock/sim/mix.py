@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 from penstock.base.errors import ConfigError
 from penstock.core.replica_roles import MIXED
 from penstock.plan.gpu_mix import MachineMix, MixBucket, cheapest_mix, sliced
@@ -73,23 +72,32 @@ def most_per_hour(service: SimulatedService, requests: Sequence[TimedRequest], s
     def run(factor: float) -> SimResult:
         return service.run(load.scaled(factor))
 
-    best = find_goodput(run, slo, attainment=share, tolerance=0.05).best
+    best = find_goodput(run, slo, attainment=share, tolerance=0.1).best
     return 0 if best is None else int(best.rate * HOUR_S)
 
 
+def profiled(
+    services: Mapping[str, SimulatedService], workload: Workload, buckets: Sequence[SizeBucket], slo: Slo, share: float
+) -> list[dict[str, int]]:
+    """Of each bucket, requests per hour that a machine of each type serves within the limits."""
+    parts = parted(workload, buckets)
+    return [{name: most_per_hour(one, part, slo, share) for name, one in services.items()} for part in parts]
+
+
 def planned(
-    services: Mapping[str, SimulatedService], prices: Mapping[str, int], workload: Workload,
-    buckets: Sequence[SizeBucket], slo: Slo, share: float, *, slices: int = 4, headroom: float = 1.0,
+    profiles: Sequence[Mapping[str, int]], prices: Mapping[str, int], workload: Workload, buckets: Sequence[SizeBucket],
+    *, slices: int = 4, headroom: float = 1.0,
 ) -> MachineMix:  # fmt: skip
-    """The cheapest mix by the profiles of each type. `headroom`: of a machine's rate, what may be used.
+    """The cheapest mix of types that have a price, by what each serves. `headroom`: of a machine's rate, what may be
+    used.
 
     Raises CapacityError for a bucket that no type serves in time."""
     parts = parted(workload, buckets)
     span_s = max(r.arrival_s for part in parts for r in part) or 1.0
     loads: list[MixBucket] = []
-    for part in parts:
-        most = {name: int(headroom * most_per_hour(one, part, slo, share)) for name, one in services.items()}
-        loads.append(sliced(max(1, round(len(part) * HOUR_S / span_s)), most, slices))
+    for part, most in zip(parts, profiles, strict=True):
+        usable = {name: int(headroom * rate) for name, rate in most.items() if name in prices}
+        loads.append(sliced(max(1, round(len(part) * HOUR_S / span_s)), usable, slices))
     return cheapest_mix(loads, prices)
 
 

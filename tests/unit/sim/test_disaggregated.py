@@ -46,7 +46,9 @@ def test_H26_engines_for_prompts_make_one_token_and_others_the_rest() -> None:
     assert sum(e.sampled for e in prompts) == 60
     assert sum(e.computed for e in prompts) == requests.num_prompt.sum()
     tails = sum(int(n) % 32 for n, out in zip(requests.num_prompt, requests.num_output, strict=True) if out > 1)
-    assert sum(e.computed for e in decodes) == sum(e.sampled for e in decodes) + tails, "no whole block is computed again"
+    assert sum(e.computed for e in decodes) == sum(e.sampled for e in decodes) + tails, (
+        "no whole block is computed again"
+    )
     assert run.num_passed == sum(r.num_output > 1 for r in asked)
     again = machines().cluster(Layout(2, 2)).run(asked)
     assert np.array_equal(again.result.requests.finish_s, requests.finish_s), "the same every time"
