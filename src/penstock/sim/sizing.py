@@ -134,7 +134,7 @@ class Machines:
         """Of all devices, per hour."""
         prices, of = self.prices, (PREFILL, DECODE, MIXED)
         each = (getattr(layout, r) * getattr(layout, f"{r}_degree") * prices.get(r, 0.0) for r in of)
-        return layout.nodes * sum(each)
+        return float(layout.nodes * sum(each))
 
 
 @dataclass(frozen=True)
