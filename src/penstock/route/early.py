@@ -14,9 +14,11 @@ Whole numbers alone: tokens, sequences, microseconds; prompts in nanoseconds a t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import accumulate
 
 NOW, PREDICTED = "now", "predicted"
 MODES = (NOW, PREDICTED)
@@ -62,14 +64,19 @@ class PoolVerdict:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class _Stay:
-    """From when to when somebody decodes."""
+class _Changes:
+    """Sequences and tokens of memory that come (or go) by a moment. `changes`: (when, sequences, tokens)."""
 
-    begin_us: int
-    end_us: int
-    width: int
-    held: int
+    def __init__(self, changes: Iterable[tuple[int, int, int]]) -> None:
+        rows = sorted(changes)
+        self.times = [at_us for at_us, _, _ in rows]
+        self._widths = [0, *accumulate(width for _, width, _ in rows)]
+        self._held = [0, *accumulate(held for _, _, held in rows)]
+
+    def until(self, at_us: int) -> tuple[int, int]:
+        """Of all, those up to then."""
+        count = bisect_right(self.times, at_us)
+        return self._widths[count], self._held[count]
 
 
 class PoolForecast:
@@ -80,13 +87,15 @@ class PoolForecast:
         self._speed = speed
         there = list(decoding)
         self._pace_us = self._step_us(sum(one.width for one in there) or 1)
-        self._stays = [_Stay(0, one.out * self._pace_us, one.width, one.held) for one in there]
+        stays = [(0, one) for one in there]
         self._free = [0] * speed.prefills
         """A heap: when each engine that computes prompts has done those that wait."""
         for one in waiting:
             ready_us = self._ready_us(one)
             heapreplace(self._free, ready_us)
-            self._stays.append(_Stay(ready_us, ready_us + one.out * self._pace_us, one.width, one.held))
+            stays.append((ready_us, one))
+        self._begins = _Changes((at_us, one.width, one.held) for at_us, one in stays)
+        self._ends = _Changes((at_us + one.out * self._pace_us, one.width, one.held) for at_us, one in stays)
 
     def judge(
         self, new: PoolRequest, *, mode: str = PREDICTED, ttft_us: int | None = None, tpot_us: int | None = None
@@ -94,7 +103,7 @@ class PoolForecast:
         """Whether a newcomer will find its place to decode, its first token within `ttft_us` and a step of at most
         `tpot_us`. With nothing to do, engines take whatever comes."""
         ready_us, own_us = self._ready_us(new), new.prompt * self._speed.prompt_token_ns // 1000
-        if not self._stays:
+        if not self._ends.times:
             return PoolVerdict(ready_us)
         waits_us, why = 0, ""
         if ttft_us is not None and ready_us > max(ttft_us, own_us):
@@ -105,19 +114,17 @@ class PoolForecast:
             return PoolVerdict(ready_us)
         # When somebody who decodes ends, there may be a place; by then others may have come, whose prompts were ahead.
         later_us = own_us if mode == PREDICTED else 0
-        tries = sorted(
-            {waits_us, *(stay.end_us - later_us for stay in self._stays if stay.end_us - later_us > waits_us)}
-        )
-        for try_us in tries:
+        ends = self._ends.times[bisect_right(self._ends.times, waits_us + later_us) :]
+        for try_us in (waits_us, *(end_us - later_us for end_us in ends)):
             looked_us = max(self._free[0], try_us) + own_us if mode == PREDICTED else try_us
             if not self._problem(new, looked_us, tpot_us):
                 return PoolVerdict(ready_us, max(1, try_us), why)
-        return PoolVerdict(ready_us, max(1, tries[-1]), why)
+        return PoolVerdict(ready_us, max(1, try_us), why)
 
     def occupancy(self, at_us: int) -> tuple[int, int]:
         """(sequences that decode then, tokens of memory that they come to)."""
-        there = [stay for stay in self._stays if stay.begin_us <= at_us < stay.end_us]
-        return sum(stay.width for stay in there), sum(stay.held for stay in there)
+        (came, came_held), (gone, gone_held) = self._begins.until(at_us), self._ends.until(at_us)
+        return came - gone, came_held - gone_held
 
     def _problem(self, new: PoolRequest, at_us: int, tpot_us: int | None) -> str:
         """What would be wrong if it began to decode then; "" if nothing."""
