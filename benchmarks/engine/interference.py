@@ -7,17 +7,18 @@ a step in which a prompt of that size is computed beside them, and, on a second 
 prompt alone. Of each the median, and the ratios round by round: decode beside over decode alone is what a token of
 those who decode waits longer for (what DistServe, arXiv 2401.09670, section 2.3, calls interference), prompt beside
 over prompt alone what a first token does.
+`together`: the step with both over the sum of both alone; 1: nothing overlaps. With --threads 1 it is that thread's own
+time, whatever else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import about, figures, ratios, save
+from benchmarks.common import Clock, about, clock_of, figures, ratios, save
 from rich.console import Console
 
 from penstock import LLM
@@ -43,6 +44,7 @@ class Bench:
         self._llms = [LLM(model, **how) for _ in range(2)]
         self.busy, self.idle = (llm.engine.core for llm in self._llms)
         self._batch, self._context = batch, context
+        self._clock = clock_of(threads or 0)
         self._rng, self._number = random.Random(SEED), 0
         self._longest = how["max_model_len"] - context - 1
 
@@ -56,16 +58,16 @@ class Bench:
         while self.busy.stats.num_steps == 0 or len(self.busy.groups) < self._batch:
             self.busy.add(self.request(self._context, self._longest))
             step(self.busy, self._context)
-        timed(self.busy, self._batch)
+        timed(self.busy, self._batch, self._clock)
 
     def round(self, chunk: int) -> tuple[float, float, float]:
         """Seconds of a step alone, of one with a prompt of `chunk` tokens, of the prompt alone."""
         self.fill()
-        alone = timed(self.busy, self._batch)
+        alone = timed(self.busy, self._batch, self._clock)
         self.busy.add(self.request(chunk, 1))
-        beside = timed(self.busy, self._batch + chunk)
+        beside = timed(self.busy, self._batch + chunk, self._clock)
         self.idle.add(self.request(chunk, 1))
-        return alone, beside, timed(self.idle, chunk)
+        return alone, beside, timed(self.idle, chunk, self._clock)
 
 
 def step(core: EngineCore, least: int) -> None:
@@ -74,11 +76,11 @@ def step(core: EngineCore, least: int) -> None:
     assert core.stats.num_scheduled_tokens - before >= least, "the prompt was computed in one step"
 
 
-def timed(core: EngineCore, expected: int) -> float:
+def timed(core: EngineCore, expected: int, clock: Clock) -> float:
     """Seconds of a step that has to compute so many tokens."""
-    before, began = core.stats.num_scheduled_tokens, time.perf_counter()
+    before, began = core.stats.num_scheduled_tokens, clock()
     core.step()
-    took_s = time.perf_counter() - began
+    took_s = clock() - began
     assert core.stats.num_scheduled_tokens - before == expected, "a step of what was asked for, and of nothing else"
     return took_s
 
@@ -107,14 +109,24 @@ def main() -> None:
         alone, beside, prompt = (list(column) for column in zip(*rounds, strict=True))
         found[chunk] = {
             "decode_alone_s": figures(alone), "beside_s": figures(beside), "prompt_alone_s": figures(prompt),
+            "together": ratios(beside, [a + p for a, p in zip(alone, prompt, strict=True)]),
             "decode_slower": ratios(beside, alone), "prompt_slower": ratios(beside, prompt),
         }  # fmt: skip
-    heads = ("prompt tokens beside", "decode alone, ms", "with it, ms", "times", "prompt alone, ms", "times")
+    heads = (
+        "prompt tokens beside",
+        "decode alone, ms",
+        "with it, ms",
+        "times",
+        "prompt alone, ms",
+        "times",
+        "together",
+    )
     rows = [
         (
             str(chunk), *(f"{1e3 * of[name]['median']:.3g}" for name in ("decode_alone_s", "beside_s")),
             f"{of['decode_slower']['median']:.2f}", f"{1e3 * of['prompt_alone_s']['median']:.3g}",
             f"{of['prompt_slower']['median']:.2f}",
+            f"{of['together']['median']:.2f}",
         )
         for chunk, of in found.items()
     ]  # fmt: skip

@@ -22,11 +22,15 @@ from typing import Any
 from benchmarks.common import about, save
 from rich.console import Console
 
+from penstock.core.protocols import StepTimer
+from penstock.core.step_shape import StepShape
 from penstock.measure.cost import PRICES
+from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import find_device
 from penstock.report.tables import table
 from penstock.sim.disaggregated import EARLY, WASTED, Cluster, Link, imbalance
 from penstock.sim.metrics import Slo, distributions
+from penstock.sim.service import SimulatedService
 from penstock.sim.sizing import Layout, Machines, attained, cheapest, goodputs, layouts, plain
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
@@ -102,6 +106,43 @@ def sizing(args: argparse.Namespace) -> list[dict[str, Any]]:
             print(row, flush=True)
             out.append(row)
     return out
+
+
+class OneAfterTheOther:
+    """Steps in which computing waits for memory and memory for computing: the worst case of a mixed step, where the
+    roofline is the best."""
+
+    name = "one after the other"
+
+    def __init__(self, timer: RooflineTimer) -> None:
+        self._timer = timer
+
+    def step_s(self, shape: StepShape) -> float:
+        return self._timer.overhead_s + sum(one.compute_s + one.memory_s for one in self._timer.phases(shape))
+
+    def copy_s(self, num_bytes: int) -> float:
+        return self._timer.copy_s(num_bytes)
+
+
+class WithoutOverlap(SimulatedService):
+    @property
+    def timer(self) -> StepTimer:
+        found = super().timer
+        assert isinstance(found, RooflineTimer), "one device"
+        return OneAfterTheOther(found)
+
+
+def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cheapest of each family where nothing overlaps in a step."""
+    name, load = next(iter(loads(args).items()))
+    limits, slo = next(iter(LIMITS.items()))
+    row: dict[str, Any] = {"load": name, "limits": limits}
+    for kind, fits in kinds().items():
+        tried = [one for n in range(1, args.most + 1) for one in layouts(n, chunks=(0, FINE)) if fits(one)]
+        best = cheapest(replace(machines(), kind=WithoutOverlap), tried, load, slo, 0.9, said)
+        row[kind] = "none" if best is None else f"{best.layout.label}: {best.price:g}"
+    print(row, flush=True)
+    return [row]
 
 
 def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -209,7 +250,7 @@ def hits(cluster: Cluster, load: Workload) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "sizing": sizing, "goodput": goodput, "lengths": lengths, "overload": overload, "reuse": reuse,
+    "sizing": sizing, "overlap": overlap, "goodput": goodput, "lengths": lengths, "overload": overload, "reuse": reuse,
 }  # fmt: skip
 
 

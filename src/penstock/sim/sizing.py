@@ -102,6 +102,8 @@ class Machines:
     node_link: Link | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     router: str = "least-tokens"
+    kind: type[SimulatedService] = SimulatedService
+    """What engines are made of; another one may take other times for its steps."""
     _services: dict[tuple[str, str, int, int, bool], SimulatedService] = field(default_factory=dict)
 
     def cluster(self, layout: Layout, *, reject: str | None = None, slo: Slo | None = None) -> Cluster:
@@ -127,7 +129,7 @@ class Machines:
                 given |= {"kv_load_policy": "wait"}
             config, plan = device_plan(from_kwargs({}, **given), self.spec, parallel(device, degree))
             name = device.name if degree == 1 else f"{degree} x {device.name}"
-            self._services[key] = SimulatedService(name, self.spec, config, plan, device, degree=degree)
+            self._services[key] = self.kind(name, self.spec, config, plan, device, degree=degree)
         return self._services[key]
 
     def price(self, layout: Layout) -> float:

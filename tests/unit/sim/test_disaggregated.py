@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.studies.disaggregation import WithoutOverlap, poisson
+from benchmarks.studies.disaggregation import machines as study_machines
 
 from penstock.base.errors import ConfigError
 from penstock.plan.devices import find_device
@@ -207,3 +209,12 @@ def test_B15_a_memory_in_common_finds_more_than_those_of_each_engine() -> None:
         reuse: int(replace(made, reuse=reuse).run(talks()).result.requests.cached.sum()) for reuse in (False, True)
     }
     assert found[True] > 1.5 * found[False] > 0
+
+
+def test_H27_where_nothing_overlaps_in_a_step_roles_beat_mixed_engines_with_steps_of_any_size() -> None:
+    """As on the real engine, where a step with a prompt beside decodes takes as long as both alone. Five devices."""
+    asked = poisson(16, 120, 1500, 60, 1)
+    made = replace(study_machines(), kind=WithoutOverlap)
+    tried = {"roles": Layout(3, 2), "mixed": Layout(mixed=5), "fine": Layout(mixed=5, chunk=192)}
+    found = {name: attained(made.cluster(layout).run(asked), TIGHT) for name, layout in tried.items()}
+    assert found["roles"] >= 0.9 > max(found["mixed"], found["fine"]), found
