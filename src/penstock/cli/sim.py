@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import sim_measured, sim_search
+from penstock.cli import sim_disaggregate, sim_measured, sim_search
 from penstock.cli.sim_output import Bar, check_folders, write
 from penstock.cli.sim_workload import DEFAULT_SPEC, add_workload, count, find_model, positive, share, workload_of
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from penstock.sim.workload import Workload
 
 MAX_RUNS = 32
-ACTIONS = {"calibrate": sim_measured.calibrate, "compare": sim_measured.compare, "search": sim_search.search}
+ACTIONS = {"calibrate": sim_measured.calibrate, "compare": sim_measured.compare, "search": sim_search.search,
+           "disaggregate": sim_disaggregate.disaggregate}  # fmt: skip
 
 
 def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -49,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from penstock.config import SETTINGS
     from penstock.config.load import add_arguments as add_engine_arguments
 
-    kinds = parser.add_subparsers(dest="sim_action", metavar="{calibrate,compare,search}", required=False)
+    kinds = parser.add_subparsers(dest="sim_action", metavar="{calibrate,compare,search,disaggregate}", required=False)
     sim_measured.add_arguments(kinds)
     sim_search.add_arguments(kinds)
+    sim_disaggregate.add_arguments(kinds)
     parser.add_argument(
         "--device", dest="simulated_device", metavar="NAME|FILE",
         help="the simulated device, for example h100-sxm, or a file that penstock sim calibrate has written",

@@ -39,13 +39,19 @@ class ServerConfig(Section):
     route_policy: str = setting(
         "prefix",
         "Which of several engines (data_parallel_size) a request goes to: prefix (who has its beginning cached, unless "
-        "others have much less to do), session, least-requests, least-tokens, least-kv, power-of-two, virtual-usage, "
-        "round-robin.",
+        "others have much less to do), session, least-requests, least-tokens, least-kv, power-of-two, length-buckets "
+        "(answers that will be long are spread), virtual-usage, round-robin, random.",
     )
     replica_roles: str | None = setting(
         None,
         "What engines (data_parallel_size) are for: prefill=1,decode=3; those left over are mixed. Prompts are "
         "computed by the first kind, tokens by the second, and keys and values go by kv_offload.",
+    )
+    early_rejection: str = setting(
+        "off",
+        "Refuse (429) before its prompt is computed what would find no place at the engines that decode "
+        "(replica_roles): predicted looks at them as they will be when its prompt is done, now as they are.",
+        choices=("off", "now", "predicted"),
     )
     enable_migration: bool = setting(
         False,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from secrets import token_bytes
 from typing import TYPE_CHECKING
 
+from penstock.core.replica_roles import PREFILL
 from penstock.kv.block_names import BlockNames
 from penstock.kv.store_index import hash_of, names_after
 from penstock.route.router import EngineLoad, RoutedRequest, RoutePolicy
@@ -99,6 +100,7 @@ class EnginePlacement:
         said = replica.snapshot
         load.kv_blocks, load.kv_used = said.kv_total, said.kv_used
         load.block_size = self.block_size or 1
+        load.prompts_only = replica.role == PREFILL
         return load
 
     def _of(self, stream: Stream) -> RoutedRequest:
@@ -107,8 +109,9 @@ class EnginePlacement:
         asked = self._given.get(request.request_id)
         if asked is None:
             asked = self._given[request.request_id] = RoutedRequest(
-                len(request.prompt_token_ids), self._blocks(request), stream.session, request.priority
-            )
+                len(request.prompt_token_ids), self._blocks(request), stream.session, request.priority,
+                min(request.expected_tokens or request.max_tokens, request.max_tokens),
+            )  # fmt: skip
         return asked
 
     def _blocks(self, request: Request) -> list[int]:

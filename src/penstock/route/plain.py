@@ -23,6 +23,18 @@ class InTurn(RoutePolicy):
         return (self._next - 1) % len(loads)
 
 
+class Drawn(RoutePolicy):
+    """Anyone, by chance: what others are compared with."""
+
+    reads_loads = reads_tokens = False
+
+    def __init__(self) -> None:
+        self._rng = random.Random(SEED)
+
+    def choose(self, asked: RoutedRequest, loads: Sequence[EngineLoad]) -> int:
+        return self._rng.randrange(len(loads)) if len(loads) > 1 else 0
+
+
 class FewestRequests(RoutePolicy):
     """Whoever has fewest that are not finished; the first of those."""
 

@@ -15,12 +15,14 @@ class RoutedRequest:
         blocks: hashes of its prompt's whole blocks, each of all up to there; empty: it shares nothing with others.
         session: whose it is, where its client says so ("" if not).
         priority: as of `core.request.Request`: the lower, the sooner.
+        expected: tokens that its answer will probably come to; 0: nobody knows.
     """
 
     num_tokens: int
     blocks: Sequence[int] = ()
     session: str = ""
     priority: int = 0
+    expected: int = 0
 
 
 @dataclass
@@ -34,6 +36,7 @@ class EngineLoad:
         waiting_tokens: of the prompts of those that have no token yet.
         kv_blocks, kv_used: of its KV memory, and those of them that running requests hold, as it said last.
         block_size: tokens of a block.
+        prompts_only: its role is `prefill`: others go on with what it begins.
     """
 
     number: int
@@ -44,6 +47,7 @@ class EngineLoad:
     kv_blocks: int = 0
     kv_used: int = 0
     block_size: int = 16
+    prompts_only: bool = False
 
 
 class RoutePolicy:

@@ -25,6 +25,7 @@ from penstock.engine.spawn import Spawned
 from penstock.launch.front import Front, limits_from
 from penstock.launch.lengths import lengths_of
 from penstock.server.adapters import Adapters
+from penstock.server.admission.early import mode_of
 from penstock.server.context import Server
 from penstock.server.parsing.choose import check_parsers
 from penstock.server.service import Service
@@ -161,6 +162,7 @@ def make_client(config: ServeConfig, clock: Clock, link: Link | None, spare: Spa
     that does not exist."""
     run = config.engine.execution
     size = run.data_parallel_size
+    mode_of(config.server.early_rejection, config.server.replica_roles)
     if not run.is_replicated or link is not None:
         return EngineClient(link or make_link(config, spare), None, clock)
     server = config.server

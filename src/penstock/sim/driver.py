@@ -240,12 +240,20 @@ class WorkloadRun:
         it begins waits for the one after it, as in a simulation.
         """
         while self.core.has_work and (to_s is None or self.due_s < to_s):
-            self._step(to_s)
-            self.steps += 1
-            if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
-                self.progress(self._progress())
+            self.step(to_s)
         if to_s is not None and self.due_s < to_s:
             self._wait(to_s)
+
+    def step(self, next_s: float | None) -> None:
+        """One step of an engine that has work. `next_s`: when somebody comes next, at the latest."""
+        self._step(next_s)
+        self.steps += 1
+        if self.progress is not None and self.steps % _PROGRESS_STEPS == 0:
+            self.progress(self._progress())
+
+    def sent(self, made: Request) -> Request:
+        """As the engine is given it."""
+        return made
 
     def offer(self, request: TimedRequest) -> None:
         """Hand in a request whose time has come, or refuse it. Raises InputError if it comes before the last one."""
@@ -333,7 +341,7 @@ class WorkloadRun:
         )
         if self.moves:
             self.live[request_id].request = made
-        self.core.add(made)
+        self.core.add(self.sent(made))
         if self.tokens is not None:
             self.tokens.append([])
         self.timeline.count(request.arrival_s, (0, 0, 1, 0))

@@ -51,11 +51,12 @@ class Ticks:
             self.num_moves += 1
 
 
-def move(source: WorkloadRun, name: str, target: WorkloadRun) -> None:
-    """Mutates both."""
+def move(source: WorkloadRun, name: str, target: WorkloadRun, *, ended: bool = False) -> None:
+    """`ended`: the source's engine has done what it was to do of it. Mutates both."""
     live = source.live.pop(name)
     assert live.request is not None, "the run keeps requests"
-    source.core.add(Abort(request_id=name))
+    if not ended:
+        source.core.add(Abort(request_id=name))
     source.left.add(live.row)
     theirs, ours = source.columns, target.columns
     row = live.row
@@ -67,6 +68,6 @@ def move(source: WorkloadRun, name: str, target: WorkloadRun) -> None:
     live.request = msgspec.structs.replace(request, resume=None)
     target.live[str(new)] = live
     store = getattr(target.core.store_news, "__self__", None)
-    if isinstance(store, SimStore):
+    if isinstance(store, SimStore) and not store.asked_only:
         store.look_soon()
     target.core.add(request)

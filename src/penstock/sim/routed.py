@@ -61,7 +61,7 @@ class RoutedRuns:
         self._hear()
         asked = self._asked(request)
         numbers = range(len(self._runs)) if among is None else among
-        loads = [_load(k, self._runs[k], request.arrival_s, self._router) for k in numbers]
+        loads = [load_of(k, self._runs[k], request.arrival_s, self._router) for k in numbers]
         chosen = loads[self._router.choose(asked, loads)].number
         run = self._runs[chosen]
         name = str(len(run.columns.arrival_s))
@@ -86,11 +86,11 @@ class RoutedRuns:
         names = BlockNames(SECRET, "", kv.block_size)
         shared = min(len(request.blocks) * workload.block_tokens, request.num_prompt, MOST_BLOCKS * kv.block_size)
         if not shared:
-            return RoutedRequest(request.num_prompt, (), request.session, request.priority)
+            return RoutedRequest(request.num_prompt, (), request.session, request.priority, request.expected)
         part = replace(request, num_prompt=shared)
         ids = prompt_ids(part, 0, limits.vocab_size, workload.block_tokens).tobytes()
         blocks = [hash_of(name) for name in names_after(SECRET, names.root(b"", ""), ids, 4 * kv.block_size)]
-        return RoutedRequest(request.num_prompt, blocks, request.session, request.priority)
+        return RoutedRequest(request.num_prompt, blocks, request.session, request.priority, request.expected)
 
 
 def routed(request: TimedRequest) -> RoutedRequest:
@@ -99,10 +99,11 @@ def routed(request: TimedRequest) -> RoutedRequest:
     for piece in request.blocks:  # ids of pieces say nothing of what is in front of them
         before = hash((before, piece))
         blocks.append(before)
-    return RoutedRequest(request.num_prompt, blocks, request.session, request.priority)
+    return RoutedRequest(request.num_prompt, blocks, request.session, request.priority, request.expected)
 
 
-def _load(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
+def load_of(number: int, run: WorkloadRun, now_s: float, router: RoutePolicy) -> EngineLoad:
+    """What a router sees of a simulated engine that was brought up to `now_s`."""
     guesses = router.reads_blocks and run.core.kv.events is None
     size = max(1, run.workload.block_tokens) if guesses else run.core.kv.block_size
     load = EngineLoad(number, requests=run.num_unfinished(now_s), block_size=size)

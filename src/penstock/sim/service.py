@@ -20,12 +20,14 @@ from penstock.sim.build import build_sim
 from penstock.sim.calibrated import build_calibrated
 from penstock.sim.driver import Progress, SimLimits, simulate
 from penstock.sim.result import SimResult
+from penstock.sim.search import TensorTimer
 from penstock.sim.workload import Workload
 
 
 @dataclass(frozen=True)
 class SimulatedService:
-    """What `penstock sim` runs a workload through. `seconds_budget`: steps are bounded in seconds too."""
+    """What `penstock sim` runs a workload through. `seconds_budget`: steps are bounded in seconds too. `degree`: so
+    many devices share every layer; `plan` is of all of them together (`sim.search.parallel`)."""
 
     label: str
     spec: ModelSpec
@@ -33,6 +35,7 @@ class SimulatedService:
     plan: Plan
     device: Device | Calibration
     seconds_budget: bool = False
+    degree: int = 1
 
     @property
     def device_name(self) -> str:
@@ -49,6 +52,8 @@ class SimulatedService:
         """What steps take on the device, without the engine's own time between them."""
         if isinstance(self.device, Calibration):
             return CalibratedTimer(self.device.curve, self.device.copy_bytes_per_s)
+        if self.degree > 1:
+            return TensorTimer(self.spec, self.device, self.degree, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
         return RooflineTimer(self.spec, self.device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
 
     def core(

@@ -7,6 +7,7 @@ another share it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.base.errors import InputError
@@ -29,6 +30,9 @@ class SimStore:
         self.files = SimFiles(folder, settings.block_bytes, settings.state_bytes)
         self._seen: set[str] = set()
         self._next_s = float("-inf")
+        self.asked_only = False
+        """It hears of what `look_for` finds alone: nothing of what others write is used unasked."""
+        self._found: list[tuple[str, int, int]] = []
 
     @classmethod
     def of(
@@ -45,8 +49,9 @@ class SimStore:
 
     def news(self, now_s: float) -> list[StoreNews]:
         """What others have changed, if it is time to look."""
-        if now_s < self._next_s:
-            return []
+        news, self._found = [StoreNews(found=self._found)] if self._found else [], []
+        if now_s < self._next_s or self.asked_only:
+            return news
         self._next_s = now_s + LOOK_S
         evicts = None
         if self.folder.evictor is None:
@@ -57,7 +62,14 @@ class SimStore:
         found = [(path, size, 0) for path, size in there.items() if path not in self._seen]
         gone = sorted(path for path in self._seen if path not in there)
         self._seen = set(there)
-        return [StoreNews(found=found, gone=gone, evicts=evicts)] if found or gone or evicts is not None else []
+        if found or gone or evicts is not None:
+            news.append(StoreNews(found=found, gone=gone, evicts=evicts))
+        return news
+
+    def look_for(self, paths: Iterable[str], now_s: float) -> None:
+        """These alone, at once: what is there of them is news before the next step, as for a server's new request."""
+        there = (path for path in paths if self.folder.holds(path, now_s))
+        self._found += [(path, self.folder.blocks[path][0], 0) for path in there]
 
     def look_soon(self) -> None:
         """Whoever comes next comes from another engine, which has just written its blocks."""

@@ -24,6 +24,7 @@ from penstock.config.server import ServerConfig
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
+from penstock.server.admission.early import EarlyRejection, mode_of
 from penstock.server.admission.forecast import QueueForecast
 from penstock.server.admission.limits import Left, limit_headers
 from penstock.server.admission.pace import Pace
@@ -145,7 +146,7 @@ class Gate:
 
     Attributes:
         num_admitted: requests taken on so far.
-        refused: refusals so far by reason: queue_full, queue_tokens, wait, cost, deadline, slo, tenant_tokens,
+        refused: refusals so far by reason: queue_full, queue_tokens, wait, cost, deadline, slo, early, tenant_tokens,
             tenant_concurrency, engine.
 
     `fair`, `by_due`: the engine's policy is `fair`, or `slo`.
@@ -164,6 +165,8 @@ class Gate:
         self._max_tokens = config.max_num_queued_tokens or QUEUE_OVER_KV * kv_tokens
         self.pace = Pace()
         self.promises = PromiseKeeper(client, info, by_due=by_due, tpot_s=config.tpot_slo)
+        mode = mode_of(config.early_rejection, config.replica_roles)
+        self._early = None if mode is None else EarlyRejection(client, info, mode)
         self.turnstile = Turnstile()
         self.num_admitted = 0
         self.refused: Counter[str] = Counter()
@@ -223,7 +226,11 @@ class Gate:
                 "wait", 503, f"the request would wait about {wait_s:.0f} s, and {limit_s:g} s is the limit here",
                 wait_s - limit_s,
             )  # fmt: skip
-        verdict = None if offline else self._check_slo(tenant, promised, work)
+        verdict = None
+        if self._early is not None and not offline and not request.pooling:
+            verdict = self._check_early(self._early, promised, work, width)
+        elif not offline:
+            verdict = self._check_slo(tenant, promised, work)
         ttft_s = None if verdict is None else verdict.ttft_s
         self._check_deadline(call, num_prompt, wait_s if ttft_s is None else ttft_s, first=ttft_s is not None)
         self._check_concurrent(tenant)
@@ -325,6 +332,24 @@ class Gate:
         if verdict.retry_s is not None:
             raise self._refusal("slo", 429, f"{verdict.why}; try again later", verdict.retry_s)
         return verdict
+
+    def _check_early(
+        self, early: EarlyRejection, request: Request, work: float, width: int
+    ) -> PromiseVerdict | None:  # fmt: skip
+        """As `_check_slo`, where some engines compute prompts and others decode."""
+        slo_s = request.slo_ttft_s
+        left_s = None if slo_s is None else request.arrival_s + slo_s - self._clock.now()
+        out, taken = self.promises.expected(request), (e for e in self._entries.values() if not e.offline)
+        verdict = early.judge(request, work, out, width, left_s, taken)
+        if verdict is None:
+            return None
+        if verdict.retry_us is not None:
+            raise self._refusal("early", 429, f"{verdict.why}; try again later", verdict.retry_us / 1e6)
+        return PromiseVerdict(verdict.ready_us / 1e6, 0.0)
+
+    def early_shown(self) -> dict[str, object] | None:
+        """What `early_rejection` sees; None: it is off."""
+        return None if self._early is None else self._early.shown(self._entries.values(), self.refused["early"])
 
     def _check_deadline(self, call: Call, num_prompt: int, wait_s: float, *, first: bool = False) -> None:
         """`first`: `wait_s` is the time to its first token, and not to its turn."""

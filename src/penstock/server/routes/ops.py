@@ -127,6 +127,7 @@ async def state(request: Request) -> Response:
         "models": models_shown(server),
         "replicas": replicas_shown(server),
         "autoscale": autoscale_shown(server),
+        "early_rejection": None if (gate := server.parts.get("admission")) is None else gate.early_shown(),
         "chat": server.service.chat_template is not None,
         "sampling": shown_defaults(server),
         "state": client.state,
