@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 19
+#define PST_ABI 20
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -181,7 +181,8 @@ typedef struct pst_register {
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
  *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
  *                in0, component by component, into planes n8 and n9: see pst_pages. n10 > 1: of the tokens only those in slots
- *                s with s % n10 == n11, which are in slots s / n10 of the pages here; without n8 and n9
+ *                s with s % n10 == n11, which are in slots s / n10 of the pages here; n10 -1: those in blocks that are here
+ *                (pst_group.held); without n8 and n9
  * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those; or in0
  *                has them only) over
  *                layer n1 of group n0; n2 H, n3 G, n4 D,
@@ -221,7 +222,8 @@ typedef struct pst_register {
  * PST_SEND       in0 [T or R, N] to whoever has the other end of p0 pst_stage_channel; PST_RECEIVE  out [T or R, N] from there: as
  *                many rows, of the same width, in the same order
  * PST_ATTEND_PART  out [T or R, H * (n5 + 2)] = as PST_ATTEND, of the tokens at positions p with p % p1[0] == p1[1] alone, p1 int32
- *                [2], which are all that pages hold: of each head the sum of weighted values [n5], the largest score and the sum
+ *                [2], which are all that pages hold, or, p1[0] being -1, of those in blocks that are here (pst_group.held; then
+ *                without p0): of each head the sum of weighted values [n5], the largest score and the sum
  *                of weights against it; 0, -inf and 0 where a token sees none of them. Without p2, p3, in1, in2, and trees
  * PST_MERGE      out [T or R, n0 / size * n1] = what PST_ATTEND_PART gave of all ranks, in0 [T or R, n0 * (n1 + 2)], as attention over
  *                all tokens of this rank's heads, the rank-th n0 / size of them: see pst_exchange, p0. p1? sinks float [n0 / size].
@@ -508,6 +510,9 @@ typedef struct pst_group {
      * slot p - dropped, and sees what a token at that position sees of slots (PST_ATTEND: window, chunk, slopes and raw
      * keys go by slots). Not with nodes of a tree. */
     const int32_t *const *dropped;
+    /* NULL, or [B] -> [M + 1], M being the blocks that a sequence has: how many of the first b blocks are on this rank, where
+     * ranks have whole blocks (PST_WRITE, PST_ATTEND_PART). `tables` then names those that are here, in order. */
+    const int32_t *const *held;
 } pst_group;
 
 /* Where the numbers of a plane are: element (page, offset, head, i) lies at

@@ -20,7 +20,7 @@ struct Attend final : Op {
     int parts = 1;
     Lines lines;
     const float *slopes, *sinks;
-    int ranks = 1, rank = 0;  // of the tokens those at positions p with p % ranks == rank are here
+    int ranks = 1, rank = 0;  // of the tokens those at positions p with p % ranks == rank are here; -1 ranks: see pst_group.held
     bool partial = false;     // parts of heads come out: see PST_ATTEND_PART
     int block_tokens, block_rows, max_blocks;
     int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at, lasts_at;

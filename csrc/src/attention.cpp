@@ -334,8 +334,10 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
         check(op.p[1] && !op.p[2] && !op.p[3] && op.in[1] < 0 && op.in[2] < 0, "parts of heads are of plain attention");
         const int32_t* share = static_cast<const int32_t*>(op.p[1]);
         made->ranks = share[0], made->rank = share[1];
-        check(made->ranks > 0 && made->rank >= 0 && made->rank < made->ranks, "a rank is one of them");
-        made->rule.step = float(made->ranks);
+        check(made->ranks < 0 || (made->rank >= 0 && made->rank < made->ranks), "a rank is one of them");
+        check(made->ranks > 0 || !op.p[0], "slopes need to know how far keys are apart, and blocks lie anywhere");
+        if (made->ranks < 0) made->held_group = made->group;
+        else made->rule.step = float(made->ranks);
         made->keeps_state = true;  // a tree's slots are no positions
     }
     check(int64_t(made->heads) * (width + 2 * made->partial) == made->out.width, "heads of values do not fill the register");

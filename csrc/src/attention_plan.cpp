@@ -78,11 +78,20 @@ Attend::Own Attend::own_memory(const Context& context) const {
 }
 
 void Attend::share_out(const pst_step& step, const Own& own) const {
-    // Of the tokens before position p so many are here.
-    auto before = [&](int p) { return (p + ranks - 1 - rank) / ranks; };
-    for (int t = 0; t < step.num_tokens; t++) {
-        own.lasts[t] = before(step.positions[t] + 1) - 1;
-        own.firsts[t] = before(rule.first_key(step.positions[t]));
+    const int size = step.groups[group].block_size;
+    for (int b = 0; b < step.num_seqs; b++) {
+        const int32_t* held = ranks < 0 ? step.groups[group].held[b] : nullptr;
+        // Of the tokens before position p so many are here.
+        auto before = [&](int p) {
+            if (!held) return (p + ranks - 1 - rank) / ranks;
+            const int32_t* at = held + p / size;
+            const int rest = p % size;
+            return at[0] * size + (rest && at[1] > at[0] ? rest : 0);
+        };
+        for (int t = step.query_start_loc[b]; t < step.query_start_loc[b + 1]; t++) {
+            own.lasts[t] = before(step.positions[t] + 1) - 1;
+            own.firsts[t] = before(rule.first_key(step.positions[t]));
+        }
     }
 }
 

@@ -54,7 +54,7 @@ struct Write final : Op {
     PageBounds bounds;
     int group;
     Lines lines;
-    int ranks = 1, rank = 0;  // of the tokens in slots s those with s % ranks == rank
+    int ranks = 1, rank = 0;  // of the tokens in slots s those with s % ranks == rank; -1 ranks: those of pst_group.held
 
     void run(Team& team, const Context& context) const override {
         const pst_step& step = context.step;
@@ -66,8 +66,14 @@ struct Write final : Op {
                 for (int i = 0; i < lines.count; i++) {
                     Pages pages(step.groups[group], sequence, lines.of(i));
                     int slot = slot_of(step, sequence, t) - dropped(step.groups[group], sequence, lines.of(i));
-                    if (ranks > 1 && slot % ranks != rank) continue;
-                    slot /= ranks;
+                    if (ranks < 0) {
+                        const int32_t* held = step.groups[group].held[sequence] + slot / pages.block_size;
+                        if (held[1] == held[0]) continue;
+                        slot = held[0] * pages.block_size + slot % pages.block_size;
+                    } else {
+                        if (ranks > 1 && slot % ranks != rank) continue;
+                        slot /= ranks;
+                    }
                     for (const Source& source : sources)
                         source.write(t, i, pages.page(slot / pages.block_size), slot % pages.block_size);
                 }
@@ -113,9 +119,10 @@ OpPtr make_write(const pst_op& op, const Maker& maker) {
         check(made->sources[0].lines == made->sources.back().lines, "keys and values are not kept alike");
     }
     made->lines.count = made->sources[0].lines;
-    if (op.n[10] > 1) {
+    if (op.n[10] > 1 || op.n[10] < 0) {
         made->ranks = op.n[10], made->rank = op.n[11];
-        check(made->rank >= 0 && made->rank < made->ranks, "a rank is one of them");
+        check(made->ranks < 0 || (made->rank >= 0 && made->rank < made->ranks), "a rank is one of them");
+        if (made->ranks < 0) made->held_group = made->group;
         check(!op.n[8] && !op.n[9], "bounds are of whole pages");
     }
     if (op.n[8] || op.n[9]) {

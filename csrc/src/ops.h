@@ -77,6 +77,7 @@ struct Op {
     int64_t own_bytes = 0;
     bool keeps_state = false;  // which follows one path: it runs no trees
     int shares_group = -1;     // the group whose Prefixes it looks at
+    int held_group = -1;       // the group of which it needs to know which blocks are here: pst_group.held
 };
 
 using OpPtr = std::unique_ptr<Op>;

@@ -66,6 +66,7 @@ struct pst_program {
     uint8_t* scratch = nullptr;
     size_t scratch_size = 0;
     bool keeps_states = false;
+    std::vector<int> held_groups;  // whose pst_group.held are looked at
     std::vector<std::unique_ptr<pst::PrefixOrder>> orders;  // [groups], null where nobody asks
     std::vector<pst::Prefixes> prefixes;                    // of the step that runs
     bool shares = true;
@@ -132,6 +133,7 @@ pst_program* pst_program_new(const pst_op* ops, int32_t num_ops, const pst_regis
         for (at = 0; at < num_ops; at++) {
             program->ops.push_back(pst::make(ops[at], maker));
             program->keeps_states = program->keeps_states || program->ops.back()->keeps_state;
+            if (int group = program->ops.back()->held_group; group >= 0) program->held_groups.push_back(group);
             if (int group = program->ops.back()->shares_group; group >= 0 && !program->orders[size_t(group)])
                 program->orders[size_t(group)] = std::make_unique<pst::PrefixOrder>(max_tokens);
             program->shared_bytes = std::max(program->shared_bytes, pst::aligned(program->ops.back()->shared_bytes));
@@ -165,6 +167,8 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
             if (step->mask[t]) return -1;
     for (int32_t g = 0; g < step->num_groups; g++)
         if (!pst::dropped_fits(*step, step->groups[g])) return -1;
+    for (int group : program->held_groups)
+        if (!step->groups[group].held) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
     for (size_t g = 0; g < program->orders.size(); g++)
         program->prefixes[g] = program->orders[g] && program->shares ? program->orders[g]->of(*step, step->groups[g])

@@ -47,7 +47,7 @@ struct ChooseProgram : TinyProgram {
         static const int32_t table[] = {3, 9, 1, 4, 11, 0, 7, 2, 15, 14, 13}, blocks[] = {11}, shared[] = {1};
         const auto count = int32_t(tokens.size());
         const int32_t loc[] = {0, count}, *tables[] = {table};
-        pst_group group{1, PAGE, tables, shared, blocks, nullptr};
+        pst_group group{1, PAGE, tables, shared, blocks, nullptr, nullptr};
         pst_step step{count, 1, 0, 1, tokens.data(), positions.data(), loc, loc, &group, masks, nullptr};
         const int64_t before = allocations();
         EXPECT(run(pool, step) == 0, "it runs");

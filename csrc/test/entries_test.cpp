@@ -93,7 +93,7 @@ std::vector<Numbers> step(Entries& s, pst_pool* pool, const std::vector<Piece>& 
         shared.push_back(1), strides.push_back(PAGES / 2), tables.push_back(p.text->pages.data());
     }
     std::vector<int32_t> ids(positions.size(), 0);
-    pst_group group{1, S, tables.data(), shared.data(), strides.data(), nullptr};
+    pst_group group{1, S, tables.data(), shared.data(), strides.data(), nullptr, nullptr};
     pst_step args{loc.back(), int32_t(pieces.size()), 0, 1, ids.data(), positions.data(), loc.data(), loc.data(),
                   &group, nullptr, nullptr};
     int32_t failed = s.run(pool, args);

@@ -62,7 +62,7 @@ Numbers run_step(LatentProgram& p, pst_pool* pool, int32_t first, int32_t last) 
     std::vector<int32_t> ids, positions;
     for (int32_t i = first; i < last; i++) ids.push_back(i * 31 % V), positions.push_back(i);
     const int32_t loc[] = {0, last - first}, *tables[] = {table};
-    pst_group group{1, PAGE, tables, shared, blocks, nullptr};
+    pst_group group{1, PAGE, tables, shared, blocks, nullptr, nullptr};
     pst_step step{last - first, 1, 0, 1, ids.data(), positions.data(), loc, loc, &group, nullptr, nullptr};
     const int64_t before = allocations();
     EXPECT(p.run(pool, step) == 0, "it runs");

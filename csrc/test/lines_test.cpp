@@ -61,7 +61,7 @@ Numbers Cache::run(pst_pool* pool, const Text& text, int32_t first, int32_t coun
     }
     const int32_t *tables[] = {table.data()}, *gone[] = {dropped.data()};
     int32_t shared = 1, stride = blocks, loc[] = {0, count};
-    pst_group group{lines, S, tables, &shared, &stride, dropped.empty() ? nullptr : gone};
+    pst_group group{lines, S, tables, &shared, &stride, dropped.empty() ? nullptr : gone, nullptr};
     pst_step step{count, 1, 0, 1, ids.data(), positions.data(), loc, loc, &group, nullptr, nullptr};
     EXPECT(program.run(pool, step) == 0, "it runs");
     return program.rows(out, count);

@@ -65,7 +65,7 @@ Numbers run_step(Model& model, pst_pool* pool, const std::vector<Piece>& pieces)
         shared.push_back(1);
         blocks.push_back((p.last + PAGE - 1) / PAGE);
     }
-    pst_group group{1, PAGE, tables.data(), shared.data(), blocks.data(), nullptr};
+    pst_group group{1, PAGE, tables.data(), shared.data(), blocks.data(), nullptr, nullptr};
     pst_step step{int32_t(ids.size()), int32_t(pieces.size()), int32_t(rows.size()), 1, ids.data(), positions.data(),
                   loc.data(), rows.data(), &group, nullptr, nullptr};
     const int64_t before = allocations();

@@ -110,7 +110,7 @@ std::vector<Numbers> step(States& s, pst_pool* pool, const std::vector<Piece>& p
     std::vector<const int32_t*> tables;
     for (int32_t& page : pages) tables.push_back(&page);
     std::vector<int32_t> ids(positions.size(), 0);
-    pst_group group{1, 1, tables.data(), shared.data(), strides.data(), nullptr};
+    pst_group group{1, 1, tables.data(), shared.data(), strides.data(), nullptr, nullptr};
     pst_step args{loc.back(), int32_t(pieces.size()), 0, 1, ids.data(), positions.data(), loc.data(), loc.data(),
                   &group, nullptr, nullptr};
     int32_t failed = s.run(pool, args);

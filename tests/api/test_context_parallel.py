@@ -109,6 +109,48 @@ def test_what_ranks_give_each_other_is_counted() -> None:
     assert more["penstock:rank_exchanges_total"] % 5 == 0, "as many in each of five steps"
 
 
+HOMES: dict[str, dict[str, Any]] = {
+    "a tight pool, prompts in pieces, two steps in flight": {
+        "num_gpu_blocks_override": 24, "block_size": 6, "max_model_len": 72, "depth": 2, "max_num_batched_tokens": 7,
+    },
+    "8-bit keys and values": {"kv_cache_dtype": "int8", "block_size": 12},
+    "what was said drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, "block_size": 6},
+}  # fmt: skip
+
+
+@native
+@pytest.mark.parametrize("name", HOMES)
+def test_B17_blocks_of_homes_that_lend_have_the_tokens_of_one_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    settings = HOMES[name]
+    placed = said(**settings, context_parallel_size=2, context_parallel_placement="home")
+    compare(placed, said(**settings), ROUNDED.get(name, 1e-4))
+
+
+@native
+def test_B17_who_lends_and_who_borrows_is_shown() -> None:
+    """Two ranks of eight blocks: a text of 100 tokens has its thirteen on both."""
+    settings = {"context_parallel_size": 2, "context_parallel_placement": "home", "threads": 1, "block_size": 8,
+                "num_gpu_blocks_override": 16, "max_model_len": 128, "engine_in_process": True}  # fmt: skip
+    with small(ops="native", **settings) as live:
+        before: dict[str, float] = {}
+        while "penstock:rank_blocks{rank=1,which=total}" not in before:  # until the engine has said how it is
+            before = scrape(live.url)
+        assert before["penstock:rank_blocks{rank=1,which=total}"] == 8
+        body = {"prompt": [5] * 60, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+        most = 0
+        with httpx.stream("POST", live.url + "/v1/completions", json=body, timeout=60) as answer:
+            for _ in answer.iter_lines():
+                ranks = httpx.get(live.url + "/internal/state", timeout=30).json()["ranks"]
+                assert sum(rank["lent"] for rank in ranks) == sum(rank["borrowed"] for rank in ranks)
+                most = max(most, ranks[1]["lent"])
+        more = grown(before, scrape(live.url))
+    assert 0 < most <= 5
+    assert more["penstock:borrowed_blocks_total"] == 5
+
+
 @native
 def test_each_rank_has_its_share_of_every_block_and_the_plan_says_so() -> None:
     machine = Machine(num_cores=4, memory_bytes=8 << 30, available_bytes=8 << 30)
@@ -137,6 +179,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "suffix"}}, "suffix drafts trees"),
     ({"kv_offload_format": "cachegen", "kv_offload": "disk:/tmp/x,1GiB"}, "kv_offload_format: cachegen codes whole"),
     ({"context_parallel_reduce": "ring"}, "context_parallel_reduce"),
+    ({"context_parallel_placement": "away"}, "context_parallel_placement"),
+    ({"context_parallel_placement": "home", "preemption_mode": "swap"}, "preemption_mode: blocks leave the ranks"),
 ]
 
 

@@ -87,6 +87,7 @@ class Knobs:
     merge: float | None = None
     ranks: int = 1
     whole_experts: bool = False
+    placement: str = "round"  # where ranks keep them
     by_tokens: str = ""  # ranks share out the tokens of sequences, and merge what they find so: flat, tree
     stages: int = 1
     microbatches: int | None = None
@@ -122,7 +123,9 @@ def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) 
         kv_capacity_tokens=k.num_blocks * k.block_size,
         weight_bytes=0,
         kv_bytes=sum(n * g.slab_bytes(k.block_size) for n, g in zip(num_slabs, groups, strict=True)),
-        num_host_slabs=tuple(k.host_blocks if g.spec.per_token else min(k.host_blocks, 6) for g in groups),
+        num_host_slabs=tuple(
+            (0 if g.spec.whole else k.host_blocks) if g.spec.per_token else min(k.host_blocks, 6) for g in groups
+        ),
         drafts=drafts,
         stages=stages,
     )
@@ -172,6 +175,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_expert_parallel=k.whole_experts,
         context_parallel_size=k.ranks if k.by_tokens else 1,
         context_parallel_reduce=k.by_tokens or "flat",
+        context_parallel_placement=k.placement,
         pipeline_parallel_size=k.stages,
         pipeline_microbatches=k.microbatches,
     )

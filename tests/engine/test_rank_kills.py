@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import SamplingParams
 from penstock.config import EngineConfig
 from penstock.ops.native.library import best_library
 from tests.engine.processes import Running, assert_num_fds, is_gone, nano, num_fds, running, within
@@ -54,6 +55,34 @@ async def test_H01_streams_survive_kills_of_any_rank_unchanged() -> None:
 @within(240 + 5 * KILLS)
 async def test_H03_streams_survive_kills_of_any_stage_unchanged() -> None:
     await kills_change_nothing(staged(2))
+
+
+@within(240)
+async def test_B17_what_a_killed_rank_had_lent_is_forgotten_and_lent_anew() -> None:
+    """Two ranks of six blocks each: every stream of nine borrows. A rank is killed in the middle; the engine that comes
+    has books of its own, and they are empty at the end."""
+    prompt = "Once upon a time there was a little girl who"
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    small = {"block_size": 8, "num_gpu_blocks_override": 12, "max_model_len": 96, "dtype": "float32"}
+    async with running(nano(ops="native", threads=1, **small)) as engine:
+        calm = await engine.complete("calm", prompt, long)
+    lending = nano(ops="native", context_parallel_size=2, context_parallel_placement="home", threads=1, **small)
+    async with running(lending, max_restarts_per_minute=100) as engine:
+        client = engine.client
+        stream = engine.submit("wild", prompt, long)
+        wild = asyncio.create_task(stream.result())
+        await engine.until(lambda: sum(rank.lent for rank in client.snapshot.rank_blocks) > 0)
+        ranks = client.snapshot.rank_blocks
+        assert [rank.total for rank in ranks] == [6, 6]
+        assert sum(rank.lent for rank in ranks) == sum(rank.borrowed for rank in ranks)
+        os.kill(ranks_of(engine)[-1], signal.SIGKILL)
+        output = await wild
+        assert output.error is None
+        assert output.outputs[0].token_ids == calm.outputs[0].token_ids
+        await engine.until(lambda: client.snapshot.num_running == 0)
+        assert client.num_restarts == 1
+        await engine.until(lambda: not any(r.lent or r.borrowed for r in client.snapshot.rank_blocks))
+        assert client.snapshot.counters["num_borrowed_blocks"] > 0
 
 
 async def kills_change_nothing(config: EngineConfig) -> None:

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rm": ("models:models", "remove models that were pulled"),
     "ps": ("servers:servers", "the servers that run"),
     "cluster": ("cluster:cluster", "the engines behind a server: add, drain, remove, restart"),
+    "swarm": ("swarm:swarm", "a model over servers that hold some of its layers each, and come and go"),
     "stop": ("servers:servers", "end a server when it has answered"),
     "tune": ("tune:tune", "settings for a load within limits: searched, tried, written with reasons"),
     "features": ("features:features", "what settings or presets switch on, in the columns of the surveys' table"),

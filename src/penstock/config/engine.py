@@ -442,6 +442,13 @@ class ExecutionConfig(Section):
         "ranks. tree: pairwise, in log2(N) exchanges, where N is a power of two; else flat.",
         choices=("flat", "tree"),
     )
+    context_parallel_placement: str = setting(
+        "round",
+        "Which rank keeps which tokens. round: they go round, one by one, so all ranks have as many. home: blocks are "
+        "whole; a sequence's lie on its home rank until that is full, then on ranks that lend theirs, the one with "
+        "most free ones first.",
+        choices=("round", "home"),
+    )
     pipeline_parallel_size: int = setting(
         1,
         "Stages that a model's layers are shared out to, one behind the other, each of tensor_parallel_size ranks: a "

@@ -29,6 +29,8 @@ def check_ranks(config: Any) -> None:
         )
     if config.execution.context_parallel_size > 1:
         _check_tokens(config)
+        if config.execution.context_parallel_placement == "home":
+            _check_homes(config)
     run, cache = config.execution, config.cache
     offload = offload_of(cache.kv_offload)
     given = {
@@ -82,6 +84,22 @@ def _check_tokens(config: Any) -> None:
                 "leave one of both away",
                 field=name,
             )
+
+
+def _check_homes(config: Any) -> None:
+    """A block that lies on one rank stays there: what leaves the device would have to find its way back."""
+    cache = config.cache
+    given = {
+        "preemption_mode": config.scheduler.preemption_mode == "swap",
+        "enable_hierarchical_cache": cache.enable_hierarchical_cache,
+        "kv_offload": offload_of(cache.kv_offload) is not None,
+    }  # fmt: skip
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{name}: blocks leave the ranks that have them, which context_parallel_placement home does not go with; "
+            "leave one of both away",
+            field=name,
+        )
 
 
 def check_replicas(config: Any) -> None:

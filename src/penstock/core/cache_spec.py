@@ -89,7 +89,8 @@ class CacheSpec(msgspec.Struct, frozen=True):
     `lanes`: runs of kv heads that have pages of their own, so that they may keep different tokens: 1, or the number of
     kv heads. A page then holds heads / lanes heads; the pages of a slab are those of layer 0, lane by lane, and so on.
     `ranks`: over how many ranks tokens are shared out: a page has the tokens of its block whose position leaves the
-    rank's number when it is divided by so many, in order (`plan.ranks.ranked_groups`).
+    rank's number when it is divided by so many, in order (`plan.ranks.ranked_groups`). `whole`: or each block lies on
+    one of them, any one, with all of its tokens; on average a rank has 1 / ranks of each.
     `page_planes`: what a page has besides its tokens, `heads` x `dim` numbers each (bounds of its keys, say), or, with
     `every`, what several tokens have together (entries of compressed attention). There may be nothing else: no planes.
     """
@@ -100,12 +101,14 @@ class CacheSpec(msgspec.Struct, frozen=True):
     lanes: int = 1
     page_planes: tuple[PlaneSpec, ...] = ()
     ranks: int = 1
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind == "window"), f"{self.kind} with window {self.window}"
         assert self.window is None or self.window > 0, f"window {self.window}"
         assert all(p.heads % self.lanes == 0 for p in (*self.planes, *self.page_planes)), f"{self.lanes} lanes"
         assert self.ranks == 1 or (self.per_token and self.lanes == 1 and not self.page_planes), f"{self.ranks} ranks"
+        assert not self.whole or (self.ranks > 1 and self.kind == "paged"), "blocks lie on one of several ranks"
         assert self.kind == "paged" or (self.lanes == 1 and not self.page_planes), f"{self.kind} with lanes or bounds"
 
     @property
@@ -117,6 +120,10 @@ class CacheSpec(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """Bytes per token (paged, window) or per sequence (slot), of one layer, without what a page has besides."""
         return sum(p.num_bytes for p in self.planes)
+
+    def page_tokens(self, block_size: int) -> int:
+        """Tokens of a block that a page has."""
+        return block_size if self.whole else block_size // self.ranks
 
     def first_block(self, num_computed: int, block_size: int) -> int:
         """The first block that tokens from position `num_computed` on can see; all before it may be forgotten."""
@@ -148,6 +155,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
         return len(self.layers) * self.spec.lanes
 
     def slab_bytes(self, block_size: int) -> int:
+        """Of a slab on one rank; where each lies on one of several, its part if all have as many."""
         tokens = block_size // self.spec.ranks if self.spec.per_token else 1
         besides = sum(p.num_bytes * p.page_rows(block_size) for p in self.spec.page_planes)
         return len(self.layers) * (self.spec.num_bytes * tokens + besides)

@@ -88,6 +88,16 @@ class TierFacts(msgspec.Struct, frozen=True, array_like=True):
     pinned: int = 0
 
 
+class RankBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of a rank, where blocks lie on one rank each (`kv.placed`): all, those that are free, those that sequences
+    of other homes have, and what those of its own have of other ranks."""
+
+    total: int
+    free: int
+    lent: int
+    borrowed: int
+
+
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine is doing. Sent with outputs and while idle, at most every tenth of a second.
 
@@ -111,6 +121,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     tiers: list[TierFacts] = []
     """`kv.tier_facts` makes them, and counters beside."""
+    rank_blocks: list[RankBlocks] = []
     memory_bytes: dict[str, int] = {}
     decode_s: list[float] = []
     """What its steps take, with `prefill_token_s` (`sched.costs.LearntCosts`)."""

@@ -19,6 +19,7 @@ from penstock.core.weight_swap import SWAPPED
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
+from penstock.kv.placed import PlacedManager
 from penstock.kv.tier_facts import counters_of, tiers_of
 from penstock.sched.offline import online
 
@@ -58,6 +59,7 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         memory_bytes=({} if core.grower is None else {"kv": core.kv.backing.num_bytes}) | (memory_bytes or {}),
         prefix_tree=core.kv.cache.sketch(TREE_NODES),
         tiers=tiers_of(core.kv),
+        rank_blocks=core.kv.rank_blocks() if isinstance(core.kv, PlacedManager) else [],
         decode_s=list(scheduler.pauses.costs.decode),
         prefill_token_s=scheduler.pauses.costs.prefill_token_s,
         **({} if core.controller is None else _adaptive(core)),

@@ -10,6 +10,7 @@ from penstock.kv.contiguous import ContiguousManager, Reserve
 from penstock.kv.layerkv import LayerKVManager
 from penstock.kv.manager import KVManager
 from penstock.kv.modules import ModuleKVManager
+from penstock.kv.placed import PlacedManager
 from penstock.kv.virtual import VirtualManager
 from penstock.kv.vtensor import VTensorManager
 
@@ -19,7 +20,8 @@ def paged(
     max_model_len: int, max_num_seqs: int, **options: Any,
 ) -> KVManager:  # fmt: skip
     """Blocks on demand; everything else in this file is a baseline. `options`: those of KVManager."""
-    return KVManager(groups, num_slabs, block_size, **options)
+    make = PlacedManager if any(group.spec.whole for group in groups) else KVManager
+    return make(groups, num_slabs, block_size, **options)
 
 
 _OF_SHARING = (

@@ -94,10 +94,7 @@ class KVManager:
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
-        self.pools = [
-            (BlockPool if g.spec.window is None else WindowPool)(n, g.pages_per_slab)
-            for g, n in zip(self.groups, num_slabs, strict=True)
-        ]
+        self.pools = [self._new_pool(g, n) for g, n in zip(self.groups, num_slabs, strict=True)]
         if isinstance(prefix_cache, str):
             policy: EvictionPolicy | None = EVICTION_POLICIES.get(eviction)()
             self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, policy)
@@ -147,6 +144,9 @@ class KVManager:
             self.stored, block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
         )  # fmt: skip
         self._num_cow_copies = 0
+
+    def _new_pool(self, group: CacheGroup, num_slabs: int) -> BlockPool:
+        return (BlockPool if group.spec.window is None else WindowPool)(num_slabs, group.pages_per_slab)
 
     # -- admission -----------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ class KVStats:
     `num_store_hit_tokens`: of prompts, looked up in stores outside this process, and found there. `num_module_tokens`,
     `num_module_hit_tokens`, `num_blended_tokens`: of modules, wanted, copied, and computed again (`kv.modules`).
     `num_adapters_held`, `num_adapter_blocks`: now, adapters that lie in blocks of the pool, and these
-    (`kv.adapter_pages`).
+    (`kv.adapter_pages`). `num_borrowed_blocks`: of another rank than their sequence's home; `num_lent_blocks`: now
+    (`kv.placed`).
     """
 
     groups: tuple[GroupStats, ...]
@@ -70,13 +71,16 @@ class KVStats:
     num_blended_tokens: int = 0
     num_adapters_held: int = 0
     num_adapter_blocks: int = 0
+    num_borrowed_blocks: int = 0
+    num_lent_blocks: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
                  "num_loaded_blocks", "num_layerwise", "num_layers_back", "num_layer_waits", "num_store_query_tokens",
                  "num_store_hit_tokens", "num_module_tokens", "num_module_hit_tokens",
-                 "num_blended_tokens", "num_adapters_held", "num_adapter_blocks")  # fmt: skip
+                 "num_blended_tokens", "num_adapters_held", "num_adapter_blocks", "num_borrowed_blocks",
+                 "num_lent_blocks")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names}
 
 

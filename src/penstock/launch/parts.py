@@ -43,6 +43,7 @@ from penstock.runner.block_files import BlockFiles
 from penstock.runner.chunks import ChunkedStorage
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.outside import Outside
+from penstock.runner.placed import placed_on
 from penstock.runner.remote_blocks import RemoteBlocks
 from penstock.runner.restored import RestoredOutside, Restorer
 from penstock.runner.rows import RowStore
@@ -105,11 +106,14 @@ def make_rank(
         chunk = chunk_blocks(plan.groups, plan.block_size, plan.max_model_len)
         make_storage = partial(ChunkedStorage, chunk_blocks=chunk)
         num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, length, plan.max_num_seqs)
+    placed = placed_on(plan.groups, rank)
     new_plane = None if parts.backend is None else parts.backend.new_plane
     storage = like.storage if like is not None else make_storage(
-        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None,
+        plan.groups, num_slabs if placed is None else placed.num_slabs(num_slabs), plan.block_size,
+        host_slabs=plan.num_host_slabs or None,
         tier=config.cache.swap_tier, poison=poison, new=new_plane,
     )  # fmt: skip
+    storage.placed = placed if like is None else storage.placed
     offload = offload_of(config.cache.kv_offload)
     if offload is not None and like is None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
@@ -147,7 +151,9 @@ def make_rank(
             )  # fmt: skip
         else:
             storage.adapters = RankAdapters(parts.forward, parts.load_adapter, lora.in_memory, lora.max_bytes, clock)
-    rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size) if like is None else like.rows
+    rows = like.rows if like is not None else RowStore(
+        plan.groups, num_slabs, plan.block_size, parts.vocab_size, rank
+    )  # fmt: skip
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     streams = None
     if config.cache.kv_allocator == "layerkv":

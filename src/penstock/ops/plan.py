@@ -35,6 +35,9 @@ class GroupPlan:
 
     `low[b]` is None, or [num_layers]: how many of a line's first pages have two tokens in each slot, at half the bits
     (`ops.ref.codecs.halves`). They are as many slots as any page, and `dropped` counts slots.
+
+    `held[b]`, where blocks lie on one of several ranks each: int32 [M + 1], how many of the first blocks are here.
+    `tables[b]` then begins with those that are, in order, and means nothing behind them. None: all are here.
     """
 
     num_layers: int
@@ -43,6 +46,7 @@ class GroupPlan:
     lanes: int = 1
     dropped: tuple[I32 | None, ...] | None = None
     low: tuple[I32 | None, ...] | None = None
+    held: tuple[I32, ...] | None = None
 
     def pages(self, b: int, layer: int, lane: int = 0) -> I32:
         """Pages [M] of sequence `b` for a lane of the `layer`-th layer of the group."""

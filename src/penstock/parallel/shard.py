@@ -32,6 +32,8 @@ from penstock.plan.ranks import LEAST_ROWS, UNIT, Ranges, expert_ranges, output_
 
 _BY_COLUMNS = {"activate", "activate_gated", "xielu", "multiply", "add", "scale", "clip", "soft_cap"}
 """Operations whose result in a column needs their inputs in that column only."""
+ANY_BLOCKS = -1
+"""For the number of ranks that tokens go round: each block lies on one of them, and the plan says which are here."""
 _BY_HEADS = {"rope", "rms_norm", "layer_norm", "hadamard", "scale_queries"}
 """The same of heads, if their first input has heads."""
 
@@ -84,6 +86,7 @@ class _Shard:
         self._tables = {node.weights[0] for node in graph.nodes if node.op == "embed"}
         self._split = split_groups(graph, groups)
         self._by_tokens = {group.index for group in groups if group.spec.ranks > 1}
+        self._whole_blocks = {group.index for group in groups if group.spec.whole}
         self._wanted = self._head_products()
 
     # -- what is split how ---------------------------------------------------------------------------------------
@@ -278,7 +281,8 @@ class _Shard:
     def _attention_by_tokens(self, node: Node) -> None:
         """Every rank writes what is its own of whole keys and values, and reads it with whole queries."""
         comm = self.comm
-        inputs, named = [self.whole(v) for v in node.inputs], node.named | {"share": (comm.size, comm.rank)}
+        ranks = ANY_BLOCKS if node.bound[0] in self._whole_blocks else comm.size
+        inputs, named = [self.whole(v) for v in node.inputs], node.named | {"share": (ranks, comm.rank)}
         if node.out is None:
             self._add(node, inputs, (), named=named)
             return

@@ -237,8 +237,11 @@ def _by_tokens(
 ) -> tuple[tuple[CacheGroup, ...], str]:
     """`ranked_groups` where each rank keeps some tokens of all heads."""
     size, block_size = config.execution.context_parallel_size, config.cache.block_size
+    whole_blocks = config.execution.context_parallel_placement == "home"
+    if whole_blocks:
+        _check_whole(spec, groups, size)
     made = tuple(
-        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, ranks=size))
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, ranks=size, whole=whole_blocks))
         if _is_only_attended(spec, groups, group, size) else group
         for group in groups
     )  # fmt: skip
@@ -256,8 +259,26 @@ def _by_tokens(
             f"block_size: {block_size} tokens cannot be shared out evenly over {size} ranks; use {fit}",
             field="block_size",
         )
+    if whole_blocks:
+        return made, f"each rank keeps whole blocks of {split} layers" + (f", and all of {whole}" if whole else "")
     why = f"each rank keeps 1 of {size} tokens of {split} layers"
     return made, why + (f", and all of {whole}" if whole else "")
+
+
+def _check_whole(spec: ModelSpec, groups: Sequence[CacheGroup], size: int) -> None:
+    """Raises ConfigError unless each block can lie on a rank of its own."""
+    why = None
+    tokens = [group for group in groups if group.spec.per_token]
+    if any(group.spec.kind == "window" for group in tokens):
+        why = "layers of this model forget what lies before a window, block by block"
+    elif any(isinstance(layer.mixer, Attention) and layer.mixer.alibi is not None for layer in spec.layers):
+        why = "this model's scores go by how far keys are apart, and blocks of a rank lie anywhere"
+    elif any(not _is_only_attended(spec, groups, group, size) for group in tokens):
+        why = "some layers of this model need all tokens"
+    if why is not None:
+        raise ConfigError(
+            f"context_parallel_placement: {why}; use round", field="context_parallel_placement"
+        )  # fmt: skip
 
 
 def shares_tokens(spec: ModelSpec, groups: Sequence[CacheGroup], size: int) -> bool:

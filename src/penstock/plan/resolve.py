@@ -256,7 +256,7 @@ def _host_slabs(
         raise ConfigError(
             "preemption_mode: swap needs host memory; give swap_space (GiB), or use recompute", field="preemption_mode"
         )
-    if total == 0:
+    if total == 0 or any(group.spec.whole for group in groups):  # blocks on one rank each stay there
         return (0,) * len(groups)
     if config.cache.swap_tier == "disk" and config.cache.kv_selector != "none":
         raise ConfigError(

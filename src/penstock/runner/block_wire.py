@@ -22,13 +22,27 @@ import secrets
 import socket
 import struct
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 VERSION = 1
-_MAGIC = b"PSTBLKS"
-HELLO: Final = _MAGIC + bytes([VERSION])
+
+
+class Greeting(NamedTuple):
+    """How one kind of server is known: seven bytes, what people call it, and what starts it."""
+
+    magic: bytes
+    what: str
+    command: str
+
+    @property
+    def hello(self) -> bytes:
+        return self.magic + bytes([VERSION])
+
+
+BLOCKS: Final = Greeting(b"PSTBLKS", "server of blocks", "penstock cache serve")
+HELLO: Final = BLOCKS.hello
 _DRAWN, MAC_BYTES = 32, 32
 MOST_BYTES = 64 << 20
 """Of a payload: no block is larger."""
@@ -133,23 +147,21 @@ def lost(error: OSError) -> PeerError:
     return PeerError("lost", error.strerror or str(error))
 
 
-def join(sock: socket.socket, secret: bytes, within_s: float) -> Channel:
+def join(sock: socket.socket, secret: bytes, within_s: float, greeting: Greeting = BLOCKS) -> Channel:
     """A client's part of the beginning; each of its answers within that time. Raises PeerError: version, secret, lost,
     slow."""
-    _send(sock, HELLO, within_s)
+    _send(sock, greeting.hello, within_s)
     try:
-        hello = bytes(receive_exactly(sock, len(HELLO), within_s))
+        hello = bytes(receive_exactly(sock, len(greeting.hello), within_s))
     except PeerError as error:
         if error.reason == "lost" or not (hello := _answer_to_lines(sock)):
             said = "hangs up" if error.reason == "lost" else f"says nothing for {within_s:g} s"
-            text = f"it {said} instead of telling that it is a server of blocks; is the port right, or is it stopped?"
+            text = f"it {said} instead of telling that it is a {greeting.what}; is the port right, or is it stopped?"
             raise PeerError(error.reason, text) from error
-    if hello[: len(_MAGIC)] != _MAGIC:
+    if hello[: len(greeting.magic)] != greeting.magic:
         what = "an HTTP server" if hello.startswith(b"HTTP/") else "something else"
-        raise PeerError(
-            "version", f"{what} listens there, and no server of blocks; give the port of penstock cache serve"
-        )
-    if hello != HELLO:
+        raise PeerError("version", f"{what} listens there, and no {greeting.what}; give the port of {greeting.command}")
+    if hello != greeting.hello:
         raise PeerError("version", f"it speaks version {hello[-1]} of the protocol, and this side version {VERSION}")
     theirs, ours = bytes(receive_exactly(sock, _DRAWN, within_s)), secrets.token_bytes(_DRAWN)
     _send(sock, ours + _proof(secret, b"client", theirs, ours), within_s)
@@ -172,14 +184,14 @@ def _answer_to_lines(sock: socket.socket) -> bytes:
         return b""
 
 
-def admit(sock: socket.socket, secret: bytes, within_s: float) -> Channel:
+def admit(sock: socket.socket, secret: bytes, within_s: float, greeting: Greeting = BLOCKS) -> Channel:
     """A server's part. Raises PeerError."""
-    hello = receive_exactly(sock, len(HELLO), within_s)
-    if hello[: len(_MAGIC)] != _MAGIC:
+    hello = receive_exactly(sock, len(greeting.hello), within_s)
+    if hello[: len(greeting.magic)] != greeting.magic:
         raise PeerError("version", "it does not speak this protocol")
     ours = secrets.token_bytes(_DRAWN)
-    _send(sock, HELLO + ours, within_s)
-    if hello != HELLO:
+    _send(sock, greeting.hello + ours, within_s)
+    if hello != greeting.hello:
         raise PeerError("version", f"it speaks version {hello[-1]} of the protocol, and this side version {VERSION}")
     answer = receive_exactly(sock, _DRAWN + MAC_BYTES, within_s)
     theirs, proof = bytes(answer[:_DRAWN]), bytes(answer[_DRAWN:])

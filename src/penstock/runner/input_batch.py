@@ -14,6 +14,7 @@ from penstock.core.draft import DraftTree
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import I32, GroupPlan, StepPlan
 from penstock.runner.drafted import DraftedRow, TreeMask, drafts_of
+from penstock.runner.placed import held_of
 from penstock.runner.rows import Row, RowStore
 
 
@@ -89,8 +90,7 @@ class InputBatch:
         chosen: list[Row] = []
         rows = self._rows
         greedy = True
-        t = r = 0
-        starts[0] = 0
+        t = r = starts[0] = 0
         for b, job in enumerate(scheduled):
             row = rows[job.seq_id]
             start, n = job.start, job.num_tokens
@@ -186,7 +186,7 @@ class InputBatch:
             and len(last.tables) == len(tables) and all(map(is_, last.tables, tables))
         ):  # fmt: skip
             return last
-        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes)
+        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes, held=held_of(chosen, g))
 
     def _dropped_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:
         group, size = self._rows.groups[g], self._rows.block_size

@@ -10,6 +10,7 @@ from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, Schedule
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import I32
+from penstock.runner.placed import PlacedTable
 from penstock.runner.tables import RowTable
 
 
@@ -71,12 +72,14 @@ class RowStore:
     """
 
     def __init__(
-        self, groups: tuple[CacheGroup, ...], num_slabs: Sequence[int], block_size: int, vocab_size: int
+        self, groups: tuple[CacheGroup, ...], num_slabs: Sequence[int], block_size: int, vocab_size: int, rank: int = 0
     ) -> None:
+        """`rank`: its number, where blocks lie on one of several (`runner.placed`)."""
         self.groups = groups
         self.num_slabs = tuple(num_slabs)
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self._rank = rank
         self._rows: dict[int, Row] = {}
 
     def __len__(self) -> int:
@@ -196,9 +199,10 @@ class RowStore:
     def _insert(self, seq_id: int, tokens: I32, prompt_len: int, rules: TokenRules, sample_index: int) -> None:
         assert seq_id not in self._rows, f"sequence {seq_id} is on this rank already"
         tables = tuple(
-            RowTable(g.pages_per_slab, n, window=g.spec.window is not None)
+            PlacedTable(g.pages_per_slab, n, self._rank % g.spec.ranks, g.spec.ranks) if g.spec.whole
+            else RowTable(g.pages_per_slab, n, window=g.spec.window is not None)
             for g, n in zip(self.groups, self.num_slabs, strict=True)
-        )
+        )  # fmt: skip
         self._rows[seq_id] = Row(tokens, prompt_len, rules, sample_index, tables)
 
     def _check_tokens(self, seq_id: int, token_ids: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
 from penstock.runner.outside import Outside
+from penstock.runner.placed import OwnBlocks
 from penstock.runner.tiers import PAGE_STORES
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Storage:
         }
         self.outside: Outside | None = None
         """Tiers outside this process, if there are any."""
+        self.placed: OwnBlocks | None = None
+        """Which blocks are on this rank, where each lies on one of several: `planes` has room for these alone."""
         self.adapters: RankAdapters | None = None
         """Who reads adapters, if there are any."""
         self.streams: list[StreamOp] = []
@@ -104,6 +107,7 @@ class Storage:
         """
         if not self.touches:
             return
+        num_slabs = num_slabs if self.placed is None else self.placed.num_slabs(num_slabs)
         more: list[Part] = []
         for g, (had, wanted) in enumerate(zip(self._backed, num_slabs, strict=True)):
             first, last = (n * self.pages_per_slab[g] for n in (min(had, wanted), max(had, wanted)))
@@ -128,7 +132,7 @@ class Storage:
         """
         moves = self.ended()
         self.streams = []
-        for op in ops:
+        for op in ops if self.placed is None else self.placed.ops(ops):
             if isinstance(op, StreamOp):
                 self.streams.append(op)
                 continue
@@ -209,6 +213,8 @@ class Storage:
         """
         there = np.asarray(slots, np.int32)
         for g, table in enumerate(tables):
+            if self.placed is not None and g in self.placed.groups:
+                continue  # they stay unseen
             for array in self.planes[g].values():
                 if array.ndim == 4 and array.shape[1] == self._block_size:  # others are made anew, or stay unseen
                     array[self._place(g, table, there, array)] = 0
@@ -254,7 +260,7 @@ def planes_of(
     new: Callable[[tuple[int, ...], type[np.generic], Any], Array],
 ) -> Planes:
     """Arrays for so many pages of a group, each made by `new` (shape, dtype, what fills it)."""
-    per_page = (block_size // group.spec.ranks,) if group.spec.per_token else ()
+    per_page = (group.spec.page_tokens(block_size),) if group.spec.per_token else ()
     planes: Planes = {}
     for besides, plane in [(False, p) for p in group.spec.planes] + [(True, p) for p in group.spec.page_planes]:
         dtype, nan = _ARRAYS[plane.dtype]

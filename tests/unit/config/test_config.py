@@ -68,7 +68,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "tensor_parallel_sums": False, "distributed_executor_backend": "mp",
         "enable_expert_parallel": False,
         "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501, "ranks_secret_file": None,
-        "context_parallel_size": 1, "context_parallel_reduce": "flat",
+        "context_parallel_size": 1, "context_parallel_reduce": "flat", "context_parallel_placement": "round",
         "pipeline_parallel_size": 1, "pipeline_microbatches": None,
         "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",

@@ -24,6 +24,7 @@ from penstock.core.sampling import TokenRules
 from penstock.core.sequence import Sequence
 from penstock.kv.block_table import BlockTable
 from penstock.kv.manager import KVManager
+from penstock.kv.placed import PlacedManager
 
 PAGED = CacheSpec("paged", (PlaneSpec("k", 1, 2, "float32"), PlaneSpec("v", 1, 2, "float32")))
 LATENT = CacheSpec("paged", (PlaneSpec("latent", 1, 3, "float32"),))
@@ -178,7 +179,8 @@ class World:
         self.block_size = config.block_size
         self.groups = config.groups
         prefix = config.prefix if isinstance(config.prefix, str) else config.prefix(config.block_size)
-        self.kv = KVManager(
+        make = PlacedManager if any(g.spec.whole for g in config.groups) else KVManager
+        self.kv = make(
             config.groups, config.num_slabs, config.block_size, prefix_cache=prefix, eviction=config.eviction,
             slot_checkpoint_tokens=config.checkpoint_tokens, slot_checkpoint_rule=config.checkpoint_rule,
             step_tokens=None if config.chunk is None else config.chunk * config.depth,

@@ -54,6 +54,8 @@ class Emitted:
     """[2], counted as they run: tokens that rehearsals chose, each for a kv head, and those they might have chosen."""
     experts: list[ExpertCall]
     split: Split | None = None
+    given: int = -1
+    """The register whose rows come from elsewhere (`parallel.spans`), -1: there is none."""
 
 
 class Split(NamedTuple):
@@ -125,7 +127,7 @@ def emit(
         ends.append(len(e.ops))
     return Emitted(
         e.ops, e.labels, e.layout, ends[graph.head], e.register(graph.hidden), e.register(graph.logits),
-        layer_bounds(graph, ends), e.queries, e.tokens_read, e.experts, _split(graph, e, ends),
+        layer_bounds(graph, ends), e.queries, e.tokens_read, e.experts, _split(graph, e, ends), e.given,
     )  # fmt: skip
 
 
@@ -148,6 +150,7 @@ class _Emitter:
         self.labels: list[str] = []
         self.layout = Layout()
         self.queries: list[tuple[int, int]] = []
+        self.given = -1
         self.experts: list[ExpertCall] = []
         self._groups, self._matrices, self._max_tokens, self._same = groups, matrices, max_tokens, same
         self.tokens_read = np.zeros(2, np.int64)
@@ -327,6 +330,9 @@ class _Emitter:
 
     def _receive(self, i: int, node: Node) -> None:
         self._add_op(Kind.RECEIVE, "", (), self._new_home(node), pointers=node.bound)
+
+    def _given(self, i: int, node: Node) -> None:
+        self.given = self._new_home(node)
 
     def _adapt(self, i: int, node: Node) -> None:
         """In place on the product: see `fuse` for those of a pair."""

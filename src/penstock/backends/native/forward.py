@@ -94,7 +94,7 @@ class NativeForward:
         self._resident = None if self._course is None else self._course.resident
         self._best, self._finite = memoryview(b""), bytearray()
         """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
-        self._ranks = [group.spec.ranks for group in groups]
+        self._ranks = [1 if group.spec.whole else group.spec.ranks for group in groups]
         self._memory, self._num_groups = StepMemory(len(groups), ranks=self._ranks), len(groups)
         self._part_memories: list[StepMemory] = []
         self._adapters = adapters
@@ -220,6 +220,16 @@ class NativeForward:
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)
         return native.values(self._code.logits, num_logits), hidden
+
+    def run_span(self, plan: StepPlan, planes: Sequence[Planes], given: F32 | None) -> F32:
+        """Of a part of a model (`parallel.spans`): what it makes of rows `given` [T, .] (None: it begins with token
+        ids), of the tokens that `plan.logits_indices` names if it ends with logits, else of all. A copy. Mutates: the
+        planes, at this step's tokens."""
+        native = self._ready(len(plan.token_ids), planes)
+        if given is not None:
+            native.values(self._code.given, len(given))[:] = given
+        self._run(native, plan, plan.logits_indices, self._end)
+        return native.values(self._code.logits, len(plan.logits_indices)).copy()
 
     def part(self, wanted: Sequence[tuple[str, int]]) -> Packed | None:
         """Parts (name, rows) that lie next to each other in one of the matrices, in its memory; None if there are none,

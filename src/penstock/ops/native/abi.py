@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 19
+ABI = 20
 PANEL = 64
 UNIT_BYTES = 1024
 MAX_RANKS = 64
@@ -331,6 +331,7 @@ class Group(c.Structure):
         ("shared", c.c_void_p),
         ("strides", c.c_void_p),
         ("dropped", c.c_void_p),
+        ("held", c.c_void_p),
     )
 
 

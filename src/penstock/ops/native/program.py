@@ -287,7 +287,8 @@ class StepMemory:
         self._forgotten: list[tuple[npt.NDArray[np.int32] | None, ...] | None] = [None] * self._num_groups
         """What the addresses in `_dropped` are of."""
         for group in self._groups:
-            group.dropped = None
+            group.dropped = group.held = None
+        self._held = np.zeros(shape, np.uint64)
         self._last: tuple[StepPlan, npt.NDArray[np.int32], StepArgs] | None = None
 
     def args(self, plan: StepPlan, rows: npt.NDArray[np.int32]) -> StepArgs:
@@ -326,6 +327,8 @@ class StepMemory:
             return
         tables, shared, strides = self._tables[g], self._shared[g], self._strides[g]
         for b, table in enumerate(group.tables):
+            if group.held is not None:
+                self._held[g][b] = group.held[b].ctypes.data
             if b < len(filled) and table is filled[b]:
                 continue
             tables[b] = table.__array_interface__["data"][0]
@@ -334,6 +337,7 @@ class StepMemory:
         self._groups[g] = Group(
             group.num_layers, group.block_size // self._ranks[g], tables.ctypes.data, shared.ctypes.data,
             strides.ctypes.data, self._groups[g].dropped,
+            None if group.held is None else self._held[g].ctypes.data,
         )  # fmt: skip
 
     def _forget(self, g: int, dropped: tuple[npt.NDArray[np.int32] | None, ...] | None) -> None:

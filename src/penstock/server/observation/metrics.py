@@ -87,6 +87,7 @@ _ENGINE_COUNTERS = (
     ("kv_choosable_tokens", "Tokens of kv heads that it might have chosen.", "num_choosable_tokens", OURS),
     ("attention_keys_read", "Tokens of kv heads that attention read (native kernels).", "num_keys_read", OURS),
     ("attention_keys_shared", "As many more, had none been read once for several.", "num_keys_shared", OURS),
+    ("borrowed_blocks", "Blocks got from another rank than the sequence's home.", "num_borrowed_blocks", OURS),
     ("rank_exchanges", "Exchanges between the ranks of a model.", "num_exchanges", OURS),
     ("rank_bytes", "Bytes that ranks gave each other, once for each that got them.", "num_rank_bytes", OURS),
     ("rank_wire_bytes", "Bytes of them that went between hosts, with heads of frames.", "num_wire_bytes", OURS),
@@ -285,6 +286,13 @@ class Metrics(Collector):
             GaugeMetricFamily, "kv_blocks", "KV blocks by state.", ("state",),
             {"used": now.kv_used, "cached": now.kv_evictable, "free": now.kv_total - now.kv_used - now.kv_evictable},
         )  # fmt: skip
+        if now.rank_blocks:
+            text = "Blocks of KV memory of each rank, where blocks are whole on one: lent, borrowed, free, total."
+            blocks: dict[tuple[int, str], float] = {
+                (n, name): getattr(rank, name)
+                for n, rank in enumerate(now.rank_blocks) for name in rank.__struct_fields__
+            }  # fmt: skip
+            yield from self._labelled(GaugeMetricFamily, "rank_blocks", text, ("rank", "which"), blocks)
         yield from self._gauge("saturation", "How full the engine is, 0 to 1: scale by it.", load["saturation"])
         yield from self._gauge("predicted_wait_seconds", "Wait of a request that came now.", load["predicted_wait_s"])
         yield from self._gauge("predicted_ttft_seconds", "Its time to the first token.", load["predicted_ttft_s"])

@@ -151,6 +151,9 @@ async def state(request: Request) -> Response:
             "held_bytes": memory.get("kv"), "limit_bytes": memory.get("kv_limit"),
             "refusals": stats.counter("num_kv_refusals"), "why": why.get("kv_cache_memory_bytes", "it was given"),
         },
+        "ranks": [
+            {name: getattr(rank, name) for name in rank.__struct_fields__} for rank in snapshot.rank_blocks
+        ],
         "prefix": {
             "tree": snapshot.prefix_tree if only is None else [],  # of everybody's prompts together
             "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
