@@ -23,7 +23,8 @@ from tests.engine.naive import Logits, beam_search, generate, log_softmax, model
 from tests.oracle import NaiveModel
 from tests.sampled import draws, some
 
-DRAWS_PER_SPEC = draws(4, 10)
+SHOWN = some(specs.ALL, shows=specs.kinds)
+"""These show every kind of layer and of cache; of the others a drawn run each is enough."""
 CONTROLS = ["preempt", "preempt", "ragged", "reset_prefix_cache"]
 
 
@@ -99,7 +100,7 @@ def check(
 
 @pytest.mark.parametrize("name", specs.ALL)
 def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
-    in_turmoil(name, DRAWS_PER_SPEC)
+    in_turmoil(name, draws(3 if name in SHOWN else 1, 10))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8"])

@@ -67,6 +67,7 @@ def test_both_planes_count(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("bent", [False, True])
 @pytest.mark.parametrize("heads", [3, 16, 64])
 @each_dtype
+@pytest.mark.sampled
 def test_bits_do_not_depend_on_company_cuts_pages_or_threads(isa: str, dtype: str, heads: int, bent: bool) -> None:
     """Query heads of one kv head part where there are few tasks, and nobody sees it."""
     rule = latent(heads, 1, 20, 12, **(BENT | {"slopes": slopes_of(heads), "sinks": sinks_of(heads)} if bent else {}))

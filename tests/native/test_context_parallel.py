@@ -25,7 +25,7 @@ from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_laws import in_turmoil
 from tests.native.test_model import NATIVE, weights_as
 from tests.paged import Paged, _planes
-from tests.sampled import draws
+from tests.sampled import draws, some
 
 pytestmark = pytestmark_native
 SIZES = (2, 4)
@@ -109,8 +109,7 @@ def close(got: Any, want: Any, to: float = 1e-5) -> None:
 CASES = [(name, size) for name in NATIVE for size in SIZES if shares(name, size)]
 
 
-@pytest.mark.parametrize("reduce", ["flat", "tree"])
-@pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.parametrize(("name", "size", "reduce"), some((*case, how) for case in CASES for how in ("flat", "tree")))
 def test_H11_H12_logits_are_those_of_one_rank_and_pages_hold_a_ranks_own_tokens(
     name: str, size: int, reduce: str
 ) -> None:
