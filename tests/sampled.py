@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -66,17 +66,19 @@ def chosen(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
     for cases in functions.values():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None
-        rows = [pytest.param(*_axes(item), id=item.nodeid) for item in cases]
+        calls: list[Any] = [item.callspec for item in cases]  # type: ignore[attr-defined]
+        axes = [_numbered([call.params[name] for call in calls]) for name in sorted(calls[0].params)]
+        rows = [pytest.param(*row, id=item.nodeid) for item, row in zip(cases, zip(*axes, strict=True), strict=True)]
         kept = {row.id for row in some(rows, *mark.args, **mark.kwargs)}
         left_out |= {item.nodeid for item in cases} - kept
     return [i for i in items if i.nodeid not in left_out], [i for i in items if i.nodeid in left_out]
 
 
-def _axes(item: pytest.Item) -> list[Any]:
-    """A case's values in an order and with names that are the same in every process."""
-    call: Any = item.callspec  # type: ignore[attr-defined]
+def _numbered(values: Sequence[Any]) -> list[int]:
+    """Each value's number among those that differ: what is shown of some names where they lie in memory."""
     plain = (str, int, float, bool, type(None))
-    return [v if isinstance(v, plain) else f"number {call.indices[name]}" for name, v in sorted(call.params.items())]
+    keys = [(type(value), value) if isinstance(value, plain) else id(value) for value in values]
+    return [keys.index(key) for key in keys]
 
 
 def _values(case: Any) -> tuple[Any, ...]:

@@ -430,6 +430,7 @@ def test_a_load_that_fails_is_a_miss(name: str, late: bool, depth: int, monkeypa
 @both
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("model", ["full", "offload", "slots", "windows"])
+@pytest.mark.sampled(8)
 def test_no_token_changes_whatever_loads_do(name: str, late: bool, depth: int, model: str) -> None:
     """Under memory pressure, orders to preempt and aborts; loads take 0 to 4 steps, and every fifth one fails.
 

@@ -56,6 +56,7 @@ def sim(
 @pytest.mark.parametrize("seed", range(LAW_SEEDS))
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("text", ["repetitive", "ordinary", "switching", "spiteful"])
+@pytest.mark.sampled(6)
 def test_within_two_percent_of_the_better_of_off_and_the_best_fixed_setting(text: str, batch: int, seed: int) -> None:
     """All 36 cells (three seeds) keep it: docs/concepts/speculation-control.md."""
     found = cell(CASES[LAW], text, seed, batch)
@@ -65,6 +66,7 @@ def test_within_two_percent_of_the_better_of_off_and_the_best_fixed_setting(text
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.sampled
 def test_text_without_one_right_draft_costs_one_percent(name: str, batch: int) -> None:
     case = CASES[name]
     _, off = sim(case, "hopeless", 0, batch, None)

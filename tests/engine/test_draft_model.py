@@ -103,6 +103,7 @@ PAIRS = [
     [(*pair, tree) for pair in PAIRS for tree in ("chain", "k-ary")]
     + [(*pair, tree) for pair in (PAIRS[0], PAIRS[4]) for tree in ("sequoia", "opt", "grown")],
 )
+@pytest.mark.sampled(12)
 def test_D10_a_draft_model_changes_no_token(name: str, draft: str, tree: str) -> None:
     """Greedy, sampled, penalties, masks, n samples, beams and logprobs in one batch, disturbed as it runs."""
     rng = random.Random(f"draft-{name}-{draft}-{tree}")

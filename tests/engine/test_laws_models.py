@@ -179,7 +179,7 @@ PREEMPTED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix_cache", "mode"), some(product(PREEMPTED, ("radix", "none"), ("recompute", "swap")), pairs=True)
+    ("name", "prefix_cache", "mode"), some(product(PREEMPTED, ("radix", "none"), ("recompute", "swap")))
 )
 def test_A08_forced_preemption_at_every_step_index(name: str, prefix_cache: str, mode: str) -> None:
     """Everybody loses all device memory at step k, for every k there is; recomputed or brought back from the host."""

@@ -75,6 +75,7 @@ def requests(company: int = 1) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["llama_gqa", "layernorm", "latent", "windowed", "sandwich", "experts", "shared_kv", "streams"]
 )
+@pytest.mark.sampled
 def test_a_part_of_the_model_drafts_and_no_token_changes(name: str, way: dict[str, Any]) -> None:
     """Against naive decoding; storage begins as NaN, so what is read before it is written shows."""
     core = engine(name, Knobs(num_blocks=96, budget=24), way)

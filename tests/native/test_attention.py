@@ -275,6 +275,7 @@ def test_rules_equal_a_masked_matrix_in_float64(isa: str, dtype: str, name: str)
 
 @each_isa
 @pytest.mark.parametrize(("name", "dtype"), [*(("plain", d) for d in DTYPES), *CASES])
+@pytest.mark.sampled(8)
 def test_bits_do_not_depend_on_company_cuts_pages_or_threads(isa: str, dtype: str, name: str) -> None:
     rule = Rule(6, 2, 20, 12, **RULES.get(name, {}))
     rng = np.random.default_rng(8)

@@ -126,6 +126,7 @@ CASES += [(p, "clamped", {"split": True, "bias": True, "scale_input": s}) for p 
 
 @WAYS
 @pytest.mark.parametrize(("packing", "inner", "more"), CASES)
+@pytest.mark.sampled
 def test_H15_the_operation_has_the_bits_of_one_rank(
     packing: str, inner: str, more: dict[str, Any], whole: bool
 ) -> None:
