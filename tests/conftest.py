@@ -18,9 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where a shell started this in the background, interrupts are ignored, and children would ignore theirs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line(
-        "markers", "sampled(least, pairs): every run tries a sample of the cases (tests/sampled.py)"
-    )
+    config.addinivalue_line("markers", "sampled(least, pairs): a run tries a sample of the cases (tests/sampled.py)")
 
 
 @pytest.hookimpl(wrapper=True)

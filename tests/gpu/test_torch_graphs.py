@@ -79,9 +79,10 @@ PLAINLY = ("llama_mha", "llama_mqa", "llama_rope3", "parallel", "sandwich", "all
 """Of what others are captured with, too: these keep the laws without graphs (`test_torch_laws`)."""
 
 
-@pytest.mark.parametrize(
-    "name", CAPTURED if ALL else some((name for name in CAPTURED if name not in PLAINLY), 10, shows=specs.kinds)
-)
+FEW = some((name for name in CAPTURED if name not in PLAINLY), 10, shows=specs.kinds)
+
+
+@pytest.mark.parametrize("name", CAPTURED if ALL else FEW)
 def test_tokens_do_not_depend_on_graphs(name: str, made: list[DecodeGraphs]) -> None:
     laws.in_turmoil(name, 1)
     counts = steps(made)
