@@ -149,6 +149,12 @@ class Paged:
                             plane[slab * n : (slab + 1) * n] = nan_of(plane)
                         table[line, block] = _GONE
 
+    def alone(self, ids: Sequence[int], seq: Any = "a") -> F32:
+        """Logits [V] behind a text that is computed from nothing, and of which nothing stays."""
+        row = np.array(self.run({seq: (ids, [len(ids) - 1])})[seq][0])
+        self.forget(seq)
+        return row
+
     def forget(self, seq: Any) -> None:
         """Take back all that a sequence has, spoilt as memory that nobody wrote: another may follow as if it were the
         first. None that is ragged."""

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.backends.native.forward import NativeForward
 from penstock.backends.native.obstacle import native_matrices, native_obstacle
-from penstock.base.bf16 import F32, narrow
+from penstock.base.bf16 import narrow
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import Attention, ModelSpec
 from penstock.model.fuse import fuse, inputs_of
@@ -251,13 +251,7 @@ def logits_alone(name: str, isa: str, **more: Any) -> Any:
     """tokens -> logits [V] of the next one, each text computed from nothing: the naive loop on native kernels."""
     paged = native(name, isa, **more)
 
-    @cache
-    def of(tokens: tuple[int, ...]) -> F32:
-        row = paged.run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
-        paged.forget("a")
-        return row
-
-    return of
+    return cache(paged.alone)
 
 
 @pytest.mark.parametrize("name", NATIVE)
