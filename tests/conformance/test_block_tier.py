@@ -489,6 +489,7 @@ def questions(n: int, *, beginnings: int = 6) -> list[Any]:
 @every
 @both
 @pytest.mark.parametrize("prefix", ["radix", "hash"])
+@pytest.mark.sampled
 def test_evicted_blocks_are_found_again_in_the_tier(name: str, late: bool, prefix: str) -> None:
     """Six beginnings of six blocks in a device of 16: the next one was always evicted, and is never computed again."""
     knobs = Knobs(block_size=4, num_blocks=16, budget=64, host_blocks=64, prefix_cache=prefix)

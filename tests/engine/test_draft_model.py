@@ -162,6 +162,7 @@ def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
 
 @pytest.mark.parametrize("tree", ["k-ary", "sequoia", "opt", "grown"])
 @pytest.mark.parametrize("ops", OPS)
+@pytest.mark.sampled
 def test_D24_D25_the_model_as_its_own_draft_knows_the_best_of_every_node(tree: str, ops: str) -> None:
     """Trees lose and move drafts while they grow: an entry in the wrong place would show as another first draft."""
     k = Knobs(budget=64, num_blocks=96, ops=ops)

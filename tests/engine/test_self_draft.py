@@ -117,6 +117,7 @@ NANO_WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("ops", "length"), [("ref", 12), pytest.param("native", 48, marks=native_only)])
 @pytest.mark.parametrize("way", NANO_WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.sampled
 def test_D30_D31_a_trained_model_drafts_for_itself_and_no_token_changes(
     ops: str, length: int, way: dict[str, Any]
 ) -> None:

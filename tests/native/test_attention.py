@@ -316,6 +316,7 @@ def test_random_steps_keep_their_bits(isa: str, threads: int) -> None:
 
 @each_isa
 @pytest.mark.parametrize(("window", "dtype"), [*((0, d) for d in DTYPES), (5000, "bfloat16")])
+@pytest.mark.sampled
 def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: int) -> None:
     """C45: several threads share the spans of one long context; 19 spans are more than a wave of them holds."""
     rule = Rule(2, 1, 8, 8, window)

@@ -22,6 +22,7 @@ from penstock.ops.native.program import Layout, NativeProgram
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.paged import Paged, nan_of
+from tests.sampled import draws
 
 pytestmark = pytestmark_native
 
@@ -158,7 +159,7 @@ def test_nothing_but_the_text_decides_the_logits(name: str, scheme: str, isa: st
         whole = native(name, isa, **more).one_go("a", ids).copy()
         assert np.isfinite(whole).all()
         rng = random.Random(f"{name}-{scheme}-{dtype}")
-        for draw in range(4):
+        for draw in range(draws(2, 4)):
             paged = native(
                 name, isa, threads=rng.choice([1, 2, 3]), block_size=rng.choice([1, 4, 16, 33]), seed=draw,
                 max_tokens=rng.choice([1, 40]), **more,
