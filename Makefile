@@ -1,7 +1,8 @@
 # One command from a fresh clone: `make test`. It needs Python 3.11 or newer with its venv module, nothing else.
 #
 #   make serve       install what serving needs, fetch a small assistant (93 MB), and serve it on http://127.0.0.1:8000
-#   make test        install into .venv if needed, then run all tests        make check      all of these
+#   make test        install into .venv if needed, then run the tests        make check      all of these
+#   make test-all    the tests with all cases and drawn runs of their grids, of which make test tries a sample
 #   make lint        ruff: rules and format                                  make clean      remove caches, keep .venv
 #   make types       mypy --strict                                           make distclean  remove .venv too
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
@@ -38,7 +39,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts docs check clean distclean constraints install native test-isa test-arm test-sanitize wheel try-wheel
+.PHONY: help serve test test-all lint types contracts docs check clean distclean constraints install native test-isa test-arm test-sanitize wheel try-wheel
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +53,9 @@ serve: $(SERVING)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+
+test-all: $(STAMP)
+	PENSTOCK_TESTS=all $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,13 +10,15 @@ from pathlib import Path
 import certifi
 import pytest
 
+from tests.sampled import chosen
 from tests.unproven import ROOT, unproven
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Where a shell started this in the background, interrupts are ignored, and children would ignore theirs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", "sampled(least, pairs): a run tries a sample of the cases (tests/sampled.py)")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,6 +30,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left_out = chosen(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -149,6 +149,24 @@ class Paged:
                             plane[slab * n : (slab + 1) * n] = nan_of(plane)
                         table[line, block] = _GONE
 
+    def alone(self, ids: Sequence[int], seq: Any = "a") -> F32:
+        """Logits [V] behind a text that is computed from nothing, and of which nothing stays."""
+        row = np.array(self.run({seq: (ids, [len(ids) - 1])})[seq][0])
+        self.forget(seq)
+        return row
+
+    def forget(self, seq: Any) -> None:
+        """Take back all that a sequence has, spoilt as memory that nobody wrote: another may follow as if it were the
+        first. None that is ragged."""
+        assert seq not in self._ragged
+        for g, table in zip(self.groups, self._tables.pop(seq), strict=True):
+            slabs = [slab for slab in table[0].tolist() if slab != _GONE]
+            for plane in self.planes[g.index].values():
+                by_slab = plane.reshape(-1, g.pages_per_slab, *plane.shape[1:])
+                by_slab[slabs] = nan_of(plane)
+            self._free[g.index] += slabs
+        del self.lens[seq]
+
     def _grow(self, seq: Any) -> None:
         tables = self._tables.setdefault(
             seq,

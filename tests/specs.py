@@ -50,6 +50,7 @@ from penstock.core.model_spec import (
     SharedBlock,
     ShortConv,
     Streams,
+    cache_groups,
     weight_shapes,
 )
 
@@ -374,3 +375,17 @@ def _weights(name: str) -> Weights:
 def make(name: str) -> tuple[ModelSpec, Weights]:
     """(spec, weights by logical name) of one of `ALL`. The weights are shared: copy before changing them."""
     return _SPECS[name], dict(_weights(name))
+
+
+@cache
+def kinds(name: str) -> frozenset[str]:
+    """What an engine and its memory have to do with a model of `ALL`: kinds of layers and of what they keep. Samples of
+    models show each of these; norms, activations and ropes are for tests of the operations."""
+    spec, found = _SPECS[name], set[str]()
+    for layer in spec.layers:
+        found |= {type(layer.mixer).__name__, type(layer.ffn).__name__}
+        found |= {option for option in ("kv_from", "chunk", "window") if getattr(layer.mixer, option, None) is not None}
+    for group in cache_groups(spec, "float32"):
+        found.add(f"{group.spec.kind}: {', '.join(plane.name for plane in group.spec.planes)}")
+    found.add(" and ".join(sorted({group.spec.kind for group in cache_groups(spec, "float32")})))
+    return frozenset(found)

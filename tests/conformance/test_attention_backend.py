@@ -148,6 +148,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(rule))
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
+@pytest.mark.sampled
 def test_G02_rules_equal_a_masked_matrix_in_float64(
     backend: AttentionBackend, rule: dict[str, Any], kv_heads: int
 ) -> None:

@@ -430,6 +430,7 @@ def test_a_load_that_fails_is_a_miss(name: str, late: bool, depth: int, monkeypa
 @both
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("model", ["full", "offload", "slots", "windows"])
+@pytest.mark.sampled(8)
 def test_no_token_changes_whatever_loads_do(name: str, late: bool, depth: int, model: str) -> None:
     """Under memory pressure, orders to preempt and aborts; loads take 0 to 4 steps, and every fifth one fails.
 
@@ -488,6 +489,7 @@ def questions(n: int, *, beginnings: int = 6) -> list[Any]:
 @every
 @both
 @pytest.mark.parametrize("prefix", ["radix", "hash"])
+@pytest.mark.sampled
 def test_evicted_blocks_are_found_again_in_the_tier(name: str, late: bool, prefix: str) -> None:
     """Six beginnings of six blocks in a device of 16: the next one was always evicted, and is never computed again."""
     knobs = Knobs(block_size=4, num_blocks=16, budget=64, host_blocks=64, prefix_cache=prefix)

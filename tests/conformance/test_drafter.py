@@ -263,6 +263,7 @@ RULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("slots", "windows"), [(False, ()), (True, ()), (False, (None, 6))])
+@pytest.mark.sampled
 def test_no_token_changes(name: str, tmp_path: Path, slots: bool, windows: tuple[int | None, ...]) -> None:
     """Greedy and sampled rows, forks and followed rows in one batch that is short of memory."""
     k = Knobs(budget=48, num_blocks=30, block_size=4, num_drafts=8)

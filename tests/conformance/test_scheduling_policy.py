@@ -133,6 +133,7 @@ def test_every_policy_serves_everybody_the_same_tokens(policy: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.sampled
 def test_a_recorded_run_replays_to_the_same_schedule(policy: str, depth: int) -> None:
     """A policy looks at nothing but what is recorded: no clock of its own, no order of memory addresses."""
     knobs = Knobs(policy=policy, num_blocks=20, block_size=4, budget=12, max_num_seqs=4, depth=depth)

@@ -57,13 +57,9 @@ def parts(name: str, number: int) -> Any:
 def logits(name: str, ops: str, number: int | None) -> Any:
     backend = "ref" if ops == "ref" else f"native-{ISAS[-1]}-1"
 
-    @cache
-    def of(tokens: tuple[int, ...]) -> Any:
-        alone = paged(name, backend, adapters=None if number is None else {0: parts(name, number)})
-        alone.adapters = {} if number is None else {"a": 0}
-        return alone.run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
-
-    return of
+    one = paged(name, backend, adapters=None if number is None else {0: parts(name, number)})
+    one.adapters = {} if number is None else {"a": 0}
+    return cache(one.alone)
 
 
 def adapted(asked: Request, number: int | None) -> Request:

@@ -73,6 +73,7 @@ def test_A13_who_is_swapped_again_copies_only_what_is_new_and_in_runs() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("model", ["full", "offload", "slots", "windows", "drafts"])
+@pytest.mark.sampled
 def test_A13_swapping_under_pressure_changes_no_token(model: str, depth: int) -> None:
     """A host that is too small for all, orders to preempt, aborts, resets; real threads bring back what is loaded."""
     shape: dict[str, Any] = {"slots": {"slots": True}, "windows": {"windows": (None, 5)}}.get(model, {})

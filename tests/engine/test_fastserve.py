@@ -437,6 +437,7 @@ def test_A12_estimated_next_turn() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("model", ["full", "slots", "windows", "drafts", "fastswitch", "recompute"])
+@pytest.mark.sampled
 def test_A12_tokens_are_those_of_the_naive_loop(model: str, depth: int) -> None:
     """Little memory, a host that is too small for all, few rows in a step, orders to preempt, aborts, samples."""
     shape: dict[str, Any] = {"slots": {"slots": True}, "windows": {"windows": (None, 5)}}.get(model, {})

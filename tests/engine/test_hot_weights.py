@@ -296,14 +296,10 @@ def test_adapters_go_over_with_their_rows(pool: bool) -> None:
 
     @cache
     def alone(version: int, number: int | None) -> Logits:
-        @cache
-        def of(tokens: tuple[int, ...]) -> Any:
-            held = None if number is None else {0: parts(name, number)}
-            run = paged(name, "ref", versions(name)[version][1], adapters=held)
-            run.adapters = {} if number is None else {"a": 0}
-            return run.run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
-
-        return of
+        held = None if number is None else {0: parts(name, number)}
+        one = paged(name, "ref", versions(name)[version][1], adapters=held)
+        one.adapters = {} if number is None else {"a": 0}
+        return cache(one.alone)
 
     knobs = draw_knobs(rng)
     knobs.adapters, knobs.adapters_held, knobs.num_blocks, knobs.block_size = 2, 2, 96, 4
@@ -333,12 +329,7 @@ def test_I15_native_programs_are_swapped_with_their_drafts(tmp_path: Path) -> No
 
     @cache
     def native(version: int) -> Logits:
-        @cache
-        def of(tokens: tuple[int, ...]) -> Any:
-            alone = paged(name, f"native-{ISAS[-1]}-1", versions(name)[version][1])
-            return alone.run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
-
-        return of
+        return cache(paged(name, f"native-{ISAS[-1]}-1", versions(name)[version][1]).alone)
 
     rng = random.Random("native swaps")
     knobs = draw_knobs(rng)

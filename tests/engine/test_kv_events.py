@@ -70,6 +70,7 @@ CASES += [(name, tiers) for name in ("windowed", "slots") for tiers in ("none", 
 
 
 @pytest.mark.parametrize(("name", "tiers"), CASES)
+@pytest.mark.sampled
 def test_who_applies_the_events_has_what_the_engine_keeps(name: str, tiers: str, tmp_path: Path) -> None:
     rng = random.Random(f"events-{name}-{tiers}")
     kinds: set[tuple[type, Any]] = set()

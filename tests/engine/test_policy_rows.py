@@ -87,6 +87,7 @@ def two_classes(seed: int) -> tuple[list[Request], list[Request]]:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.sampled
 def test_A09_urgent_requests_do_not_feel_an_overload(seed: int) -> None:
     """p99 TTFT of the high class within 1.2x of its unloaded value; all low-priority work completes."""
     high, low = two_classes(seed)
@@ -218,6 +219,7 @@ def best_hit_rate(load: Seq[Request], block_size: int) -> float:
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.02, 0.08])
 @pytest.mark.parametrize("num_blocks", [160, 320])
+@pytest.mark.sampled
 def test_A20_hit_rate_is_at_least_that_of_first_come_first_served(gap_s: float, num_blocks: int) -> None:
     """Undersized cache: 160 blocks hold 8, 320 hold 17 of the 20 stems' requests, running ones included.
 
@@ -238,6 +240,7 @@ def test_A20_hit_rate_is_at_least_that_of_first_come_first_served(gap_s: float, 
 
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash"])
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
+@pytest.mark.sampled
 def test_A20_depth_first_order_reaches_the_offline_optimum(prefix_cache: str, max_num_seqs: int) -> None:
     for seed in (1, 2):
         load = shared_prefixes(seed)

@@ -70,6 +70,7 @@ def prompts(vocab: int) -> dict[str, list[int]]:
         "qrwkv6",
     ],
 )
+@pytest.mark.sampled
 def test_C34_prefix_hits_stand_at_checkpoints_and_change_no_token(name: str, prefix_cache: str) -> None:
     """Multiples of 16 and the last whole block of the prompt, also where 43 of 44 tokens are known; steps
     of 23 tokens are cut to end there."""

@@ -75,6 +75,7 @@ def requests(company: int = 1) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["llama_gqa", "layernorm", "latent", "windowed", "sandwich", "experts", "shared_kv", "streams"]
 )
+@pytest.mark.sampled
 def test_a_part_of_the_model_drafts_and_no_token_changes(name: str, way: dict[str, Any]) -> None:
     """Against naive decoding; storage begins as NaN, so what is read before it is written shows."""
     core = engine(name, Knobs(num_blocks=96, budget=24), way)
@@ -116,6 +117,7 @@ NANO_WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("ops", "length"), [("ref", 12), pytest.param("native", 48, marks=native_only)])
 @pytest.mark.parametrize("way", NANO_WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.sampled
 def test_D30_D31_a_trained_model_drafts_for_itself_and_no_token_changes(
     ops: str, length: int, way: dict[str, Any]
 ) -> None:

@@ -132,6 +132,7 @@ def test_idle_time_is_jumped_over() -> None:
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.sampled
 def test_every_request_ends_and_every_token_is_counted(policy: str, depth: int) -> None:
     lengths = "prompt=40&output=20&prompt_cv=1&output_cv=1&shared=8"
     workload = synthetic(f"synthetic:gamma?rate=40&cv=2&requests=120&{lengths}&groups=5&tenants=3", seed=4)

@@ -116,6 +116,7 @@ def test_G26_equals_masked_full_attention_alone_and_in_company(name: str, budget
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "none"])
 @pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.sampled
 def test_G26_equals_masked_full_attention_after_preemption(name: str, prefix_cache: str, mode: str) -> None:
     """Preempted every third step: what comes back, from wherever, is what the window shows."""
     spec, weights = tiny(name)

@@ -33,7 +33,7 @@ from tests.engine import test_laws_models as laws
 from tests.engine.harness import Collector, Knobs, assert_idle, plan_for, real_engine, request, run, tiny
 from tests.engine.naive import generate
 from tests.paged import Paged
-from tests.sampled import ALL
+from tests.sampled import ALL, some
 
 CPU = torch.device("cpu")
 CAPTURED = [
@@ -79,7 +79,10 @@ PLAINLY = ("llama_mha", "llama_mqa", "llama_rope3", "parallel", "sandwich", "all
 """Of what others are captured with, too: these keep the laws without graphs (`test_torch_laws`)."""
 
 
-@pytest.mark.parametrize("name", CAPTURED if ALL else [name for name in CAPTURED if name not in PLAINLY])
+FEW = some((name for name in CAPTURED if name not in PLAINLY), 10, shows=specs.kinds)
+
+
+@pytest.mark.parametrize("name", CAPTURED if ALL else FEW)
 def test_tokens_do_not_depend_on_graphs(name: str, made: list[DecodeGraphs]) -> None:
     laws.in_turmoil(name, 1)
     counts = steps(made)

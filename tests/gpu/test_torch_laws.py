@@ -17,7 +17,7 @@ from tests.engine import test_laws_models as laws
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, run, tiny
 from tests.engine.naive import generate
 from tests.gpu.test_torch_graphs import CAPTURED, PLAINLY
-from tests.sampled import ALL
+from tests.sampled import ALL, some
 
 CODECS = [
     ("llama_gqa", "int8", 0, "none"), ("latent", "int8", 0, "none"), ("llama_gqa", "bfloat16", 0, "none"),
@@ -45,7 +45,7 @@ def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 WITHOUT_GRAPHS = [name for name in specs.ALL if name in PLAINLY or name not in CAPTURED]
 
 
-@pytest.mark.parametrize("name", specs.ALL if ALL else WITHOUT_GRAPHS)
+@pytest.mark.parametrize("name", specs.ALL if ALL else some(WITHOUT_GRAPHS, shows=specs.kinds))
 def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
     """The others keep the laws with graphs, and where none fits without: `test_torch_graphs`."""
     laws.in_turmoil(name, 1)
@@ -58,6 +58,7 @@ def test_codecs_obey_the_same_laws(name: str, kv_dtype: str, block_size: int, ro
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llama_gqa", "mamba2_hybrid", "windowed"])
+@pytest.mark.sampled
 def test_preempted_in_the_middle_nobody_s_tokens_change(name: str, mode: str) -> None:
     spec, weights = tiny(name)
     todo = [r for r in laws.workload(spec.vocab_size) if r.request_id in ("greedy", "n", "masked")]

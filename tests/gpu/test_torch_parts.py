@@ -179,6 +179,7 @@ def test_a_scheme_rounds_to_the_codes_that_native_panels_have(name: str, columns
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama_mha", "experts", "latent", "rwkv7"])
+@pytest.mark.sampled(6)
 def test_a_model_of_rounded_weights_is_the_reference_s(name: str, scheme: str) -> None:
     """Also of experts, and where the table of embeddings is the output matrix: it is looked up in unrounded."""
     spec, weights = specs.make(name)

@@ -275,6 +275,7 @@ def test_rules_equal_a_masked_matrix_in_float64(isa: str, dtype: str, name: str)
 
 @each_isa
 @pytest.mark.parametrize(("name", "dtype"), [*(("plain", d) for d in DTYPES), *CASES])
+@pytest.mark.sampled(8)
 def test_bits_do_not_depend_on_company_cuts_pages_or_threads(isa: str, dtype: str, name: str) -> None:
     rule = Rule(6, 2, 20, 12, **RULES.get(name, {}))
     rng = np.random.default_rng(8)
@@ -315,6 +316,7 @@ def test_random_steps_keep_their_bits(isa: str, threads: int) -> None:
 
 @each_isa
 @pytest.mark.parametrize(("window", "dtype"), [*((0, d) for d in DTYPES), (5000, "bfloat16")])
+@pytest.mark.sampled
 def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: int) -> None:
     """C45: several threads share the spans of one long context; 19 spans are more than a wave of them holds."""
     rule = Rule(2, 1, 8, 8, window)

@@ -67,6 +67,7 @@ def test_both_planes_count(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("bent", [False, True])
 @pytest.mark.parametrize("heads", [3, 16, 64])
 @each_dtype
+@pytest.mark.sampled
 def test_bits_do_not_depend_on_company_cuts_pages_or_threads(isa: str, dtype: str, heads: int, bent: bool) -> None:
     """Query heads of one kv head part where there are few tasks, and nobody sees it."""
     rule = latent(heads, 1, 20, 12, **(BENT | {"slopes": slopes_of(heads), "sinks": sinks_of(heads)} if bent else {}))
@@ -84,6 +85,7 @@ def test_bits_do_not_depend_on_company_cuts_pages_or_threads(isa: str, dtype: st
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("heads", [4, 32])
+@pytest.mark.sampled
 def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, heads: int) -> None:
     rule = latent(heads, 1, 8, 4)
     rng = np.random.default_rng(9)
@@ -100,6 +102,7 @@ def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, heads: in
 @each_isa
 @pytest.mark.parametrize("heads", [4, 32])
 @each_dtype
+@pytest.mark.sampled
 def test_nodes_of_a_tree_have_the_bits_of_their_paths(isa: str, dtype: str, heads: int) -> None:
     """C38: parts of a kv head share what lies before the step, and gather the paths each for itself."""
     rule = latent(heads, 1, 24, 8)

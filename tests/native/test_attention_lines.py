@@ -142,6 +142,7 @@ RULES = [
 @each_isa
 @each_dtype
 @each_lanes
+@pytest.mark.sampled
 def test_what_is_kept_is_attended_as_if_it_were_all(isa: str, dtype: str, lanes: bool) -> None:
     """Against float64, and bit for bit against the kept tokens put together as a text of their own."""
     for n, rule in enumerate(RULES):

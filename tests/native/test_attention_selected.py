@@ -46,6 +46,7 @@ def selections(rng: np.random.Generator, step: Sequence[Drafting]) -> list[I32]:
 @each_threads
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "all"])
+@pytest.mark.sampled(12)
 def test_rows_have_the_bits_of_all_rows(isa: str, threads: int, dtype: str, name: str) -> None:
     rule = Rule(6, 2, 16, 24, **RULES.get(name, {}))
     rng = np.random.default_rng(threads)

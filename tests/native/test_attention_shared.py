@@ -35,6 +35,7 @@ def family(rng: np.random.Generator, rule: Rule, levels: list[tuple[int, str]], 
 @each_isa
 @each_threads
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled
 def test_B10_C55_C56_C57_a_common_beginning_changes_no_bit(isa: str, threads: int, dtype: str) -> None:
     """Hydragen, bifurcated attention, DeFT: trees of beginnings, tokens of several levels, some sequences apart."""
     rng = np.random.default_rng([55, threads])

@@ -148,6 +148,7 @@ def test_C51_nodes_are_their_paths(isa: str, dtype: str, kind: str) -> None:
 
 @each_isa
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.sampled
 def test_rules_go_by_positions(isa: str, name: str) -> None:
     rule = Rule(6, 2, 16, 24, **RULES[name])
     rng = np.random.default_rng(22)
@@ -200,6 +201,7 @@ def test_random_steps(isa: str, threads: int) -> None:
 
 @each_isa
 @pytest.mark.parametrize(("window", "dtype"), [(0, "bfloat16"), (5000, "int8"), (40, "float32")])
+@pytest.mark.sampled
 def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: int) -> None:
     """Threads share the spans of one long context; a path may go from one span into the next."""
     rule = Rule(4, 2, 8, 8, window)

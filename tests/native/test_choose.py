@@ -134,6 +134,7 @@ def test_nodes_of_a_tree_choose_among_their_paths(isa: str, kind: str) -> None:
 @each_isa
 @each_threads
 @each_dtype
+@pytest.mark.sampled
 def test_choices_do_not_depend_on_company_cuts_pages_or_threads(isa: str, threads: int, dtype: str) -> None:
     """With numbers of any size: what is equal now is so only if scores have equal bits."""
     rule, rng = indexed(9, 20), np.random.default_rng(8)
@@ -229,6 +230,7 @@ def as_text(t: Text, slots: Sequence[int], token: int) -> Text:
 @each_dtype
 @pytest.mark.parametrize("rule", [latent(4), latent(128), latent(16, soft_cap=5.0, sinks=sinks_of(16)),
                                   Rule(6, 1, 16, 12), Rule(4, 2, 8, 8)], ids=str)  # fmt: skip
+@pytest.mark.sampled
 def test_attention_over_chosen_tokens_is_attention_without_the_others(isa: str, dtype: str, rule: Rule) -> None:
     rng = np.random.default_rng(rule.heads)
     for top in (1, 30, 270):
@@ -245,6 +247,7 @@ def test_attention_over_chosen_tokens_is_attention_without_the_others(isa: str, 
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("heads", [3, 64])
+@pytest.mark.sampled
 def test_bits_over_chosen_tokens_do_not_depend_on_anything_else(isa: str, dtype: str, heads: int) -> None:
     rule, rng = latent(heads), np.random.default_rng(5)
     t = Drafting(text(rng, rule, 640))

@@ -287,6 +287,7 @@ def test_experts_are_the_references(inner: str, bias: bool, scale_input: bool, i
 @each_isa
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.sampled(14)
 def test_C80_a_grouped_product_is_the_loop_over_tokens(packing: str, inner: str, isa: str) -> None:
     """Bit for bit but for how the last additions round on instruction sets without a fused multiply-add."""
     rng = np.random.default_rng(len(packing))

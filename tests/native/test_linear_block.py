@@ -112,6 +112,7 @@ def test_integer_products(isa: str, name: str, longer: bool) -> None:
 @each_isa
 @each_threads
 @pytest.mark.parametrize("name", ["q6_k", "q4_k", "gptq4"])
+@pytest.mark.sampled(6)
 def test_rows_that_stay_near_are_the_same_alone(isa: str, threads: int, name: str) -> None:
     """So long that several blocks of rows meet all panels, one block after the other, and the last one is shorter."""
     k, num_rows = 8192, 200

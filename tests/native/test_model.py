@@ -13,7 +13,7 @@ import pytest
 
 from penstock.backends.native.forward import NativeForward
 from penstock.backends.native.obstacle import native_matrices, native_obstacle
-from penstock.base.bf16 import F32, narrow
+from penstock.base.bf16 import narrow
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import Attention, ModelSpec
 from penstock.model.fuse import fuse, inputs_of
@@ -22,6 +22,7 @@ from penstock.ops.native.program import Layout, NativeProgram
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.paged import Paged, nan_of
+from tests.sampled import draws
 
 pytestmark = pytestmark_native
 
@@ -158,7 +159,7 @@ def test_nothing_but_the_text_decides_the_logits(name: str, scheme: str, isa: st
         whole = native(name, isa, **more).one_go("a", ids).copy()
         assert np.isfinite(whole).all()
         rng = random.Random(f"{name}-{scheme}-{dtype}")
-        for draw in range(4):
+        for draw in range(draws(2, 4)):
             paged = native(
                 name, isa, threads=rng.choice([1, 2, 3]), block_size=rng.choice([1, 4, 16, 33]), seed=draw,
                 max_tokens=rng.choice([1, 40]), **more,
@@ -249,12 +250,9 @@ def test_a_program_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPa
 
 def logits_alone(name: str, isa: str, **more: Any) -> Any:
     """tokens -> logits [V] of the next one, each text computed from nothing: the naive loop on native kernels."""
+    paged = native(name, isa, **more)
 
-    @cache
-    def of(tokens: tuple[int, ...]) -> F32:
-        return native(name, isa, **more).run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
-
-    return of
+    return cache(paged.alone)
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -100,6 +100,7 @@ def read_by(t: Text, rule: Rule, reads: PageReads, dtype: str, block: int, g: in
 @each_isa
 @each_dtype
 @each_lanes
+@pytest.mark.sampled
 def test_F13_native_choice_is_the_references(isa: str, dtype: str, lanes: bool) -> None:
     """F13: bit for bit attention over the pages that the reference chooses, head by head."""
     reads = PageReads(share=0.25, recent=20)

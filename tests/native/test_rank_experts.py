@@ -44,7 +44,7 @@ from tests.native.test_model import NATIVE, weights_as
 from tests.native.test_ranks import Ranked, divides
 from tests.native.test_stored import scaled_down
 from tests.paged import Paged
-from tests.sampled import draws
+from tests.sampled import draws, some
 from tests.stored import random_stored
 
 pytestmark = pytestmark_native
@@ -119,13 +119,14 @@ def whole_ranges(num: int, size: int) -> list[int]:
     return [num * r // size for r in range(size + 1)]
 
 
-CASES = [(packing, inner, {}) for packing in PACKINGS for inner in INNER]
+CASES: list[Any] = some((packing, inner, {}) for packing in PACKINGS for inner in INNER)
 CASES += [("float32", "gated", {"scale_input": True}), ("int4", "cut", {"scale_input": True, "bias": True})]
 CASES += [(p, "clamped", {"split": True, "bias": True, "scale_input": s}) for p in ("float32", "int4") for s in (0, 1)]
 
 
 @WAYS
 @pytest.mark.parametrize(("packing", "inner", "more"), CASES)
+@pytest.mark.sampled
 def test_H15_the_operation_has_the_bits_of_one_rank(
     packing: str, inner: str, more: dict[str, Any], whole: bool
 ) -> None:
@@ -364,7 +365,7 @@ def test_H15_experts_of_stored_formats_are_shared_out_as_they_are(size: int, who
     compared(spec, weights, size, 1, whole)
 
 
-LAWS = [(name, size) for name in MIXTURES for size in (2, 4) if divides(specs.make(name)[0], size)]
+LAWS = some((name, size) for name in MIXTURES for size in (2, 4) if divides(specs.make(name)[0], size))
 
 
 @pytest.mark.parametrize(("name", "size"), LAWS)

@@ -25,7 +25,7 @@ from tests.native.test_laws import in_turmoil
 from tests.native.test_model import NATIVE, weights_as
 from tests.native.test_stored import model as stored_model
 from tests.paged import Paged, _planes
-from tests.sampled import draws
+from tests.sampled import draws, some
 
 pytestmark = pytestmark_native
 SIZES = (2, 4)
@@ -73,7 +73,7 @@ class Ranked:
 CASES = [(name, size) for name in NATIVE for size in SIZES if divides(specs.make(name)[0], size)]
 
 
-@pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.parametrize(("name", "size"), some(CASES))
 def test_H01_logits_and_pages_are_those_of_one_rank(name: str, size: int) -> None:
     spec, weights = weights_as(name, "bfloat16")
     rng = random.Random(f"ranks-{name}-{size}")
@@ -195,7 +195,10 @@ def test_more_columns_than_a_slot_holds_come_in_pieces_of_rows() -> None:
         assert np.array_equal(want, got["a"])
 
 
-LAWS = [(name, "float32", "float32", size) for name, size in CASES]
+LAWS = some(
+    [(name, "float32", "float32", size) for name, size in CASES],
+    shows=lambda name, _, __, size: {size, *specs.kinds(name)},
+)
 LAWS += [("llama_gqa", "bfloat16", "int8", 2), ("windowed", "bfloat16", "float32", 2)]
 
 

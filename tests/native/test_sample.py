@@ -93,6 +93,7 @@ RULES = (
 @each_isa
 @each_threads
 @pytest.mark.parametrize("vocab", [1, 5, 64, 1003, 9001])
+@pytest.mark.sampled(10)
 def test_every_rule_on_every_shape(isa: str, threads: int, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = np.stack([shapes(kind, vocab, rng) for kind in KINDS for _ in RULES])

@@ -28,7 +28,7 @@ from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.native.test_model import NATIVE, text
 from tests.paged import Paged
-from tests.sampled import some
+from tests.sampled import draws, some
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def check(name: str, isa: str | None, *, num_nodes: int, prefix: int, draw: int,
 @each_isa
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_nano_native(isa: str, kv_dtype: str) -> None:
-    for draw in range(2):
+    for draw in range(draws(1, 2)):
         check("nano", isa, num_nodes=24, prefix=250, draw=draw, kv_dtype=kv_dtype)
 
 

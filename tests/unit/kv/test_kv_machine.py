@@ -19,6 +19,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.sampling import TokenRules
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
+from tests.sampled import draws
 from tests.unit.kv.test_kv_model import Config, World, make_groups, pages_of
 
 
@@ -186,7 +187,8 @@ def play(prefix: Any, layouts: list[str], examples: int, steps: int = 24, host: 
     run_state_machine_as_test(
         Configured,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+            max_examples=draws(max(examples // 2, 4), examples), stateful_step_count=steps, deadline=None,
+            derandomize=True, database=None,
             suppress_health_check=list(HealthCheck), phases=PHASES,
         ),
     )  # fmt: skip

@@ -99,6 +99,7 @@ def one_token(
         (k_sequential, chosen, 2),
     ],
 )
+@pytest.mark.sampled(6)
 def test_one_token_has_the_model_s_distribution(
     select: Select, draw: Draw, k: int, holes: tuple[int, int]
 ) -> None:  # fmt: skip
