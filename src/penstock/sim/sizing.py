@@ -20,7 +20,7 @@ from penstock.config import from_kwargs
 from penstock.core.model_spec import ModelSpec
 from penstock.core.replica_roles import DECODE, MIXED, PREFILL
 from penstock.plan.devices import Device
-from penstock.sim.build import device_plan
+from penstock.plan.simulated import device_plan
 from penstock.sim.disaggregated import STORE, Cluster, ClusterRun, Link, Pool
 from penstock.sim.goodput import Goodput, Trial, find_goodput
 from penstock.sim.metrics import Slo, within

@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.plan.devices import find_device
-from penstock.sim.build import device_plan
+from penstock.plan.simulated import device_plan
 from penstock.sim.metrics import Slo
 from penstock.sim.mix import SizeBucket, parted, planned, profiled, simulated
 from penstock.sim.service import SimulatedService
