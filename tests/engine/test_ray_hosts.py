@@ -120,6 +120,8 @@ async def test_streams_survive_the_end_of_an_actor_and_of_a_process(cluster: Any
     try:
         async with running(hosts.config, max_restarts_per_minute=10_000) as engine:
             for which in (0, 1):  # the actor, its process
+                await engine.until(lambda: engine.client.state == "ready", 180)
+                pair = hosts.pids()[0]  # asked for before there are streams, which may end meanwhile
                 streams = [engine.submit(f"wild{which}-{i}", prompts[i], params(i)) for i in range(4)]
                 wild = [asyncio.create_task(stream.result()) for stream in streams]
                 client = engine.client
@@ -129,12 +131,11 @@ async def test_streams_survive_the_end_of_an_actor_and_of_a_process(cluster: Any
                     ),
                     180,
                 )
-                pair = hosts.pids()[0]
                 os.kill(pair[which], signal.SIGKILL)
                 outputs = await asyncio.gather(*wild)
                 assert [output.error for output in outputs] == [None] * 4
                 assert [output.outputs for output in outputs] == [output.outputs for output in calm]
-                assert ended(pair[1]), "the process does not outlive its actor"
+                await asyncio.to_thread(until, lambda pair=pair: ended(pair[1]))  # it does not outlive its actor
             assert client.num_restarts == 2
     finally:
         hosts.close()

@@ -42,6 +42,7 @@ def test_a_run_ends_with_them(tmp_path: Path) -> None:
     root = tmp_path / "alone"
     for name in (
         "tests/conftest.py",
+        "tests/sampled.py",
         "tests/shared.py",
         "tests/unproven.py",
         "tests/__init__.py",
