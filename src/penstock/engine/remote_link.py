@@ -179,7 +179,8 @@ class RemoteLink:
             return
         self._host = None
         self._came.clear()
-        log.warning("engine %d: %s is out of reach: %s", self.number, host.name, why)
+        level = logging.INFO if self._task is None else logging.WARNING  # nobody misses it who has closed it
+        log.log(level, "engine %d: %s is out of reach: %s", self.number, host.name, why)
         self._out_of_reach = f"its host is out of reach: {why}"  # who it is stays here: reasons are told to clients
         if self._engine is not None:
             self._engine.finish(self._out_of_reach)
