@@ -28,19 +28,19 @@ from penstock.measure.cost import PRICES
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import find_device
 from penstock.report.tables import table
-from penstock.sim.disaggregated import EARLY, WASTED, Cluster, Link, imbalance
+from penstock.sim.disaggregated import EARLY, WASTED, Cluster, EngineLink, imbalance
 from penstock.sim.metrics import Slo, distributions
 from penstock.sim.service import SimulatedService
-from penstock.sim.sizing import Layout, Machines, attained, cheapest, goodputs, layouts, plain
+from penstock.sim.sizing import EngineLayout, Machines, attained, cheapest, goodputs, layouts, plain
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
 from penstock.sim.traces import open_trace
 from penstock.sim.workload import TimedRequest, Workload, from_list
 
 ROLES = ("prefill", "decode", "mixed")
-NETWORK, NODE = Link(25e9), Link(300e9)
+NETWORK, NODE = EngineLink(25e9), EngineLink(300e9)
 """200 Gbit/s between nodes; 300 GB/s of links within one (an estimate of NVLink of an A100, one way)."""
-SLOW = Link(1.25e9)
+SLOW = EngineLink(1.25e9)
 """10 Gbit/s."""
 
 
@@ -84,7 +84,7 @@ def loads(args: argparse.Namespace) -> dict[str, Workload]:
     return made
 
 
-def kinds() -> dict[str, Callable[[Layout], bool]]:
+def kinds() -> dict[str, Callable[[EngineLayout], bool]]:
     """Families that are compared."""
     return {
         "mixed": lambda one: not one.has_roles and not one.chunk,
@@ -156,7 +156,7 @@ def goodput(args: argparse.Namespace) -> list[dict[str, Any]]:
                 best = next(one for one in found if fits(one.layout))
                 row[kind] = f"{best.layout.label}: {best.goodput:.3g}/s"
             slow = replace(machines(), link=SLOW)
-            near = goodputs(slow, [Layout(2, 2), Layout(1, 1, nodes=2)], load, slo, 0.9, tolerance=0.1)
+            near = goodputs(slow, [EngineLayout(2, 2), EngineLayout(1, 1, nodes=2)], load, slo, 0.9, tolerance=0.1)
             row |= {f"slow network, {one.layout.label}": f"{one.goodput:.3g}/s" for one in near}
             out.append(row | {"all": [plain(one) for one in found]})
             print(row, flush=True)
@@ -187,7 +187,7 @@ def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
         load = mixed_lengths(args.requests, 20, seed)
         for right in (1.0, 0.75):
             for router in ("random", "round-robin", "power-of-two", "length-buckets"):
-                run = machines(router=router).cluster(Layout(2, 4)).run(expected(load, right, seed))
+                run = machines(router=router).cluster(EngineLayout(2, 4)).run(expected(load, right, seed))
                 tpot, jct = (distributions(run.result)[name] for name in ("tpot", "jct"))
                 out.append({
                     "seed": seed, "expected rightly": right, "router": router, "imbalance": round(imbalance(run), 3),
@@ -206,7 +206,7 @@ def overload(args: argparse.Namespace) -> list[dict[str, Any]]:
     for seed in range(args.seed, args.seed + 3):
         load = poisson(16, args.requests, 2000, 200, seed)
         for reject in (None, "late", "now", "predicted"):
-            cluster = small.cluster(Layout(2, 2), reject=reject, slo=slo)
+            cluster = small.cluster(EngineLayout(2, 2), reject=reject, slo=slo)
             run = cluster.run(load)
             refused = run.result.refused
             out.append({
@@ -232,7 +232,7 @@ def reuse(args: argparse.Namespace) -> list[dict[str, Any]]:
     for router in ("round-robin", "prefix"):
         for shared in (False, True):
             made = machines("h100-sxm", "h100-sxm", "h100-sxm", max_model_len=65536, router=router)
-            cluster = replace(made.cluster(Layout(3, 3)), reuse=shared)
+            cluster = replace(made.cluster(EngineLayout(3, 3)), reuse=shared)
             out.append(hits(cluster, load) | {"router": router, "memory": "in common" if shared else "of each engine"})
             print(out[-1], flush=True)
     return out

@@ -10,7 +10,7 @@ from penstock.cli.sim_output import check_folders, write
 from penstock.cli.sim_workload import add_workload, count, find_model, positive, share, workload_of
 
 if TYPE_CHECKING:
-    from penstock.sim.sizing import Layout, Machines, Sized
+    from penstock.sim.sizing import EngineLayout, Machines, Sized
 
 _SHOWN = 12
 
@@ -125,7 +125,7 @@ def machines_of(args: argparse.Namespace) -> Machines:
     from penstock.measure.cost import PRICES, find_price
     from penstock.plan.calibrated import is_calibration
     from penstock.plan.devices import find_device
-    from penstock.sim.disaggregated import Link
+    from penstock.sim.disaggregated import EngineLink
     from penstock.sim.sizing import Machines
 
     named = {PREFILL: args.prefill_device, DECODE: args.decode_device, MIXED: args.simulated_device}
@@ -143,22 +143,24 @@ def machines_of(args: argparse.Namespace) -> Machines:
     settings = {name: one.value for name, one in given_by(args).items() if name != "model"}
     if args.block_s < 0:
         raise InputError("--block-s must be at least 0", param="block_s")
-    node_link = None if args.node_link is None else Link(args.node_link, args.block_s)
+    node_link = None if args.node_link is None else EngineLink(args.node_link, args.block_s)
     return Machines(
         spec, model, {role: find_device(name) for role, name in names.items()},
-        {role: known.get(name, 1.0) for role, name in names.items()}, Link(args.link, args.block_s), node_link,
+        {role: known.get(name, 1.0) for role, name in names.items()}, EngineLink(args.link, args.block_s), node_link,
         settings, args.router,
     )  # fmt: skip
 
 
-def _rates(machines: Machines, tried: list[Layout], workload: Any, slo: Any, args: argparse.Namespace) -> list[Sized]:
+def _rates(
+    machines: Machines, tried: list[EngineLayout], workload: Any, slo: Any, args: argparse.Namespace
+) -> list[Sized]:
     from penstock.sim.sizing import goodputs
 
     return goodputs(machines, tried, workload, slo, args.share, said=_said)
 
 
 def _cheapest(
-    machines: Machines, tried: list[Layout], workload: Any, slo: Any, args: argparse.Namespace
+    machines: Machines, tried: list[EngineLayout], workload: Any, slo: Any, args: argparse.Namespace
 ) -> list[Sized]:
     """The cheapest without roles, and the cheapest with them."""
     from penstock.sim.sizing import cheapest

@@ -7,7 +7,7 @@ from penstock.route.router import RoutePolicy
 
 ROUTERS: Registry[type[RoutePolicy], None] = Registry("route_policy")
 ROUTERS.add("round-robin", "penstock.route.plain:InTurn")
-ROUTERS.add("random", "penstock.route.plain:Drawn")
+ROUTERS.add("random", "penstock.route.plain:ByChance")
 ROUTERS.add("least-requests", "penstock.route.plain:FewestRequests")
 ROUTERS.add("least-tokens", "penstock.route.plain:LeastTokens")
 ROUTERS.add("least-kv", "penstock.route.plain:LeastKV")

@@ -23,7 +23,7 @@ class InTurn(RoutePolicy):
         return (self._next - 1) % len(loads)
 
 
-class Drawn(RoutePolicy):
+class ByChance(RoutePolicy):
     """Anyone, by chance: what others are compared with."""
 
     reads_loads = reads_tokens = False

@@ -48,7 +48,7 @@ EARLY, WASTED = "early rejection", "no place to decode after its prompt"
 
 
 @dataclass(frozen=True)
-class Link:
+class EngineLink:
     """Between an engine and the common memory, each way. `block_s`: what a block costs besides its bytes."""
 
     bytes_per_s: float = 25e9
@@ -62,7 +62,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Pool:
+class EnginePool:
     """`size` engines of one role; `service` has a store (`STORE`) unless all engines of the cluster are mixed.
     `price`: of one engine, per hour."""
 
@@ -109,9 +109,9 @@ class Cluster:
     `link` is then within a node.
     """
 
-    pools: tuple[Pool, ...]
+    pools: tuple[EnginePool, ...]
     router: str = "least-tokens"
-    link: Link = field(default_factory=Link)
+    link: EngineLink = field(default_factory=EngineLink)
     reuse: bool = True
     reject: str | None = None
     slo: Slo | None = None
@@ -193,7 +193,7 @@ class _Playing:
         self._order = self._wasted = 0
         self._speed = self._measured() if cluster.reject is not None else None
 
-    def _engine(self, pool: Pool, node: int, folder: SimFolder, workload: Workload, truncate: bool) -> _Engine:
+    def _engine(self, pool: EnginePool, node: int, folder: SimFolder, workload: Workload, truncate: bool) -> _Engine:
         clock, service, number = VirtualClock(), pool.service, len(self.engines)
         core = service.core(clock, folder)
         run = RoleRun(core, clock, workload, service.limits(truncate=truncate), service.label, pool.role == PREFILL)

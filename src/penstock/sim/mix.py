@@ -17,7 +17,7 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.core.replica_roles import MIXED
 from penstock.plan.gpu_mix import MachineMix, MixBucket, cheapest_mix, sliced
-from penstock.sim.disaggregated import Cluster, Pool
+from penstock.sim.disaggregated import Cluster, EnginePool
 from penstock.sim.goodput import find_goodput
 from penstock.sim.metrics import Slo
 from penstock.sim.result import SimResult
@@ -119,7 +119,7 @@ def simulated(
         if not part:
             continue
         load = from_list(name, sorted(part, key=lambda r: r.arrival_s), block_tokens=workload.block_tokens)
-        run = Cluster((Pool(MIXED, services[name], mix.machines[name]),)).run(load)
+        run = Cluster((EnginePool(MIXED, services[name], mix.machines[name]),)).run(load)
         by_type[name] = attained(run, slo), len(part)
         good += by_type[name][0] * len(part)
     return SimulatedMix(mix, good / max(1, sum(n for _, n in by_type.values())), by_type)

@@ -21,7 +21,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.replica_roles import DECODE, MIXED, PREFILL
 from penstock.plan.devices import Device
 from penstock.plan.simulated import device_plan
-from penstock.sim.disaggregated import STORE, Cluster, ClusterRun, Link, Pool
+from penstock.sim.disaggregated import STORE, Cluster, ClusterRun, EngineLink, EnginePool
 from penstock.sim.goodput import Goodput, Trial, find_goodput
 from penstock.sim.metrics import Slo, within
 from penstock.sim.search import parallel
@@ -32,7 +32,7 @@ MAX_LAYOUTS = 256
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class EngineLayout:
     """Engines of each role, devices of one engine of it, and groups of all that (`Cluster.nodes`). `chunk`: tokens of a
     step of mixed engines; 0: the default."""
 
@@ -68,17 +68,17 @@ class Layout:
 def layouts(
     devices: int, degrees: Sequence[int] = (1,), *, chunks: Sequence[int] = (0,), nodes: Sequence[int] = (1,),
     pool_of_both: bool = False,
-) -> Iterator[Layout]:  # fmt: skip
+) -> Iterator[EngineLayout]:  # fmt: skip
     """All that use exactly so many devices: mixed engines alone, and those with roles; with `pool_of_both`, also those
     with mixed engines beside them."""
     for degree in degrees:
         if devices % degree == 0:
-            yield from (Layout(mixed=devices // degree, mixed_degree=degree, chunk=chunk) for chunk in chunks)
+            yield from (EngineLayout(mixed=devices // degree, mixed_degree=degree, chunk=chunk) for chunk in chunks)
     for groups in (n for n in nodes if devices % n == 0):
         yield from _with_roles(devices // groups, degrees, groups, pool_of_both)
 
 
-def _with_roles(devices: int, degrees: Sequence[int], nodes: int, pool_of_both: bool) -> Iterator[Layout]:
+def _with_roles(devices: int, degrees: Sequence[int], nodes: int, pool_of_both: bool) -> Iterator[EngineLayout]:
     for p in degrees:
         for d in degrees:
             for prefill in range(1, devices // p + 1):
@@ -86,7 +86,7 @@ def _with_roles(devices: int, degrees: Sequence[int], nodes: int, pool_of_both: 
                 for decode in range(1, left // d + 1):
                     mixed = left - d * decode
                     if mixed == 0 or pool_of_both:
-                        yield Layout(prefill, decode, mixed, p, d, 1, nodes)
+                        yield EngineLayout(prefill, decode, mixed, p, d, 1, nodes)
 
 
 @dataclass
@@ -98,15 +98,15 @@ class Machines:
     model: str
     devices: Mapping[str, Device]
     prices: Mapping[str, float]
-    link: Link = field(default_factory=Link)
-    node_link: Link | None = None
+    link: EngineLink = field(default_factory=EngineLink)
+    node_link: EngineLink | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     router: str = "least-tokens"
     kind: type[SimulatedService] = SimulatedService
     """What engines are made of; another one may take other times for its steps."""
     _services: dict[tuple[str, str, int, int, bool], SimulatedService] = field(default_factory=dict)
 
-    def cluster(self, layout: Layout, *, reject: str | None = None, slo: Slo | None = None) -> Cluster:
+    def cluster(self, layout: EngineLayout, *, reject: str | None = None, slo: Slo | None = None) -> Cluster:
         """Raises ConfigError, CapacityError."""
         pools = []
         for role in (PREFILL, DECODE, MIXED):
@@ -114,7 +114,7 @@ class Machines:
             if size:
                 chunk = layout.chunk if role == MIXED else 0
                 service = self._service(role, degree, chunk, layout.has_roles)
-                pools.append(Pool(role, service, size, degree * self.prices.get(role, 0.0)))
+                pools.append(EnginePool(role, service, size, degree * self.prices.get(role, 0.0)))
         link = self.link if layout.nodes == 1 or self.node_link is None else self.node_link
         return Cluster(tuple(pools), self.router, link, reject=reject, slo=slo, nodes=layout.nodes)
 
@@ -132,7 +132,7 @@ class Machines:
             self._services[key] = self.kind(name, self.spec, config, plan, device, degree=degree)
         return self._services[key]
 
-    def price(self, layout: Layout) -> float:
+    def price(self, layout: EngineLayout) -> float:
         """Of all devices, per hour."""
         prices, of = self.prices, (PREFILL, DECODE, MIXED)
         each = (getattr(layout, r) * getattr(layout, f"{r}_degree") * prices.get(r, 0.0) for r in of)
@@ -143,7 +143,7 @@ class Machines:
 class Sized:
     """A layout that was simulated. `goodput`: where rates were searched for."""
 
-    layout: Layout
+    layout: EngineLayout
     price: float
     attainment: float
     run: ClusterRun | None = None
@@ -157,7 +157,7 @@ def attained(run: ClusterRun, slo: Slo) -> float:
     return float(within(result, slo).sum()) / max(1, len(result.requests) + sum(result.refused.values()))
 
 
-def checked(found: Iterable[Layout]) -> list[Layout]:
+def checked(found: Iterable[EngineLayout]) -> list[EngineLayout]:
     """Raises ConfigError for more than anybody waits for, or none."""
     kept = list(dict.fromkeys(found))
     if not 1 <= len(kept) <= MAX_LAYOUTS:
@@ -169,7 +169,7 @@ def checked(found: Iterable[Layout]) -> list[Layout]:
 
 
 def cheapest(
-    machines: Machines, tried: Iterable[Layout], workload: Workload, slo: Slo, share: float,
+    machines: Machines, tried: Iterable[EngineLayout], workload: Workload, slo: Slo, share: float,
     said: Callable[[Sized], None] | None = None,
 ) -> Sized | None:  # fmt: skip
     """The first in order of price that attains `share`; of those that cost the same the one that attains most. None if
@@ -189,7 +189,7 @@ def cheapest(
 
 
 def goodputs(
-    machines: Machines, tried: Iterable[Layout], workload: Workload, slo: Slo, share: float, *,
+    machines: Machines, tried: Iterable[EngineLayout], workload: Workload, slo: Slo, share: float, *,
     tolerance: float = 0.05, said: Callable[[Sized], None] | None = None,
 ) -> list[Sized]:  # fmt: skip
     """Of each layout the highest rate at which `share` of the requests have their times, the highest first."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.server.admission.promises import PromisedRequest
 
 
-class Taken(Protocol):
+class TakenOn(Protocol):
     """What the gate keeps of a request that it has taken on."""
 
     progress: PromisedRequest
@@ -51,7 +51,7 @@ class EarlyRejection:
         self._kv_tokens = info.kv_capacity_tokens or info.num_blocks * max(1, info.block_size)
 
     def judge(
-        self, request: Request, work: float, out: float, width: int, left_s: float | None, taken: Iterable[Taken]
+        self, request: Request, work: float, out: float, width: int, left_s: float | None, taken: Iterable[TakenOn]
     ) -> PoolVerdict | None:
         """None: nothing is known of how long steps take. `work`: tokens of its prompt to compute; `out`: that each of
         its samples will probably come to; `left_s`: in which its first token should be there. `taken`: in order of
@@ -75,7 +75,7 @@ class EarlyRejection:
             tpot_us=None if tpot_s is None else round(1e6 * tpot_s),
         )  # fmt: skip
 
-    def shown(self, taken: Iterable[Taken], refused: int) -> dict[str, object]:
+    def shown(self, taken: Iterable[TakenOn], refused: int) -> dict[str, object]:
         """For operators: places to decode, who has one and who will want one."""
         started = [one.started for one in taken]
         speed = self.speed()
@@ -103,6 +103,6 @@ class EarlyRejection:
             max(1, round(1e9 * token_s)), lambda width: max(1, round(1e6 * step_s(decode_s, width))),
         )  # fmt: skip
 
-    def _num_made(self, one: Taken) -> int:
+    def _num_made(self, one: TakenOn) -> int:
         found = None if one.stream is None else self._client.find(one.stream.request_id)
         return 0 if found is None else max((len(sample.token_ids) for sample in found[1].samples), default=0)
