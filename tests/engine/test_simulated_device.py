@@ -16,6 +16,7 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import ConfigError, InputError
 from penstock.config import from_kwargs, serve_from_kwargs
 from penstock.core.sampling import StructuredOutputs
+from penstock.launch.build import plan_of
 from penstock.server.live import LiveServer
 
 STEP_S = 0.02
@@ -57,6 +58,13 @@ def test_a_device_of_a_data_sheet_plans_its_own_memory() -> None:
     (out,) = llm.generate(["x"], SamplingParams(max_tokens=4, prompt_logprobs=0))
     assert len(out.outputs[0].token_ids) == 4
     assert out.prompt_logprobs is not None
+
+
+def test_engines_have_a_device_each_wherever_they_are() -> None:
+    alone = plan_of(from_kwargs({}, model="nano", simulated_device="h100-sxm"))
+    several = {"data_parallel_size": 3, "data_parallel_size_local": 2}
+    plan = plan_of(from_kwargs({}, model="nano", simulated_device="h100-sxm", **several))
+    assert (plan.kv_bytes, plan.max_num_seqs) == (alone.kv_bytes, alone.max_num_seqs)
 
 
 def test_what_is_computed_cannot_be_had(device: str, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def simulated_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> t
         plan = resolve(config, spec, machine, keeping=keeping_of(config), traits=traits_of(config))
     else:
         # Engines share this machine's memory, and each has a device of its own.
-        alone = replace(config, execution=replace(config.execution, data_parallel_size=1, max_replicas=None))
+        one = replace(config.execution, data_parallel_size=1, data_parallel_size_local=None, max_replicas=None)
+        alone = replace(config, execution=one)
         alone, plan = device_plan(alone, spec, find_device(name))
         config = replace(alone, execution=config.execution)
     said = Decision("simulated_device", name, "nothing is computed: tokens are made up, at the pace of this device")
