@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sim_search.add_arguments(kinds)
     sim_disaggregate.add_arguments(kinds)
     parser.add_argument(
-        "--device", dest="simulated_device", metavar="NAME|FILE",
+        "--device", dest="sim_device", metavar="NAME|FILE",
         help="the simulated device, for example h100-sxm, or a file that penstock sim calibrate has written",
     )  # fmt: skip
     parser.add_argument("--spec", metavar="NAME", help=f"a built-in model instead of --model (default: {DEFAULT_SPEC})")
@@ -145,7 +145,7 @@ def sim(args: argparse.Namespace) -> int:
     if args.sim_action is not None:
         return ACTIONS[args.sim_action](args)
     check_folders(args.out, args.json)
-    if args.simulated_device is None:
+    if args.sim_device is None:
         raise InputError("--device names what is simulated, for example --device h100-sxm", param="device")
     workload = workload_of(args)
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
@@ -176,7 +176,7 @@ def _bill(args: argparse.Namespace) -> Charges:
     from penstock.measure.energy import POWERS, find_carbon, find_power
     from penstock.sim.result import Charges
 
-    named = args.power or (args.simulated_device if args.simulated_device in POWERS else None)
+    named = args.power or (args.sim_device if args.sim_device in POWERS else None)
     return Charges(
         price=None if args.machine_price is None else find_price(args.machine_price),
         power=None if named is None else find_power(named),
@@ -256,13 +256,13 @@ def _planner(args: argparse.Namespace) -> Callable[[str, dict[str, Any]], Simula
         plan = plan_for(measured, config)
         return SimulatedService(label or measured.model, measured.spec, config, plan, measured, args.seconds_budget)
 
-    if is_calibration(args.simulated_device):
-        measured = load(args.simulated_device)
+    if is_calibration(args.sim_device):
+        measured = load(args.sim_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
-            check_spec(measured, find_model(args)[0], args.simulated_device)
+            check_spec(measured, find_model(args)[0], args.sim_device)
         return on_measured
     spec, name = find_model(args)
-    device = find_device(args.simulated_device)
+    device = find_device(args.sim_device)
     return on_device
 
 

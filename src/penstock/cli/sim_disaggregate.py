@@ -26,7 +26,7 @@ def add_arguments(kinds: Any) -> None:
         help="engines for prompts and engines for tokens: how many, and is it worth it",
     )
     parser.add_argument(
-        "--device", dest="simulated_device", required=True, metavar="NAME|FILE", help="of all engines, or of mixed ones"
+        "--device", dest="sim_device", required=True, metavar="NAME|FILE", help="of all engines, or of mixed ones"
     )
     parser.add_argument("--prefill-device", metavar="NAME|FILE", help="of engines for prompts (default: --device)")
     parser.add_argument("--decode-device", metavar="NAME|FILE", help="of engines for tokens (default: --device)")
@@ -128,8 +128,8 @@ def machines_of(args: argparse.Namespace) -> Machines:
     from penstock.sim.disaggregated import EngineLink
     from penstock.sim.sizing import Machines
 
-    named = {PREFILL: args.prefill_device, DECODE: args.decode_device, MIXED: args.simulated_device}
-    names = {role: name or args.simulated_device for role, name in named.items()}
+    named = {PREFILL: args.prefill_device, DECODE: args.decode_device, MIXED: args.sim_device}
+    names = {role: name or args.sim_device for role, name in named.items()}
     if any(is_calibration(name) for name in names.values()):
         raise InputError("--device: a calibration is of one machine as it is; name a device", param="device")
     given = dict(part.partition("=")[::2] for part in args.prices.split(",") if part)

@@ -20,7 +20,7 @@ def add_arguments(kinds: Any) -> None:
         help="seconds from a request's first step to its last token, for 99 of 100 of them",
     )  # fmt: skip
     parser.add_argument(
-        "--device", dest="simulated_device", required=True, metavar="NAME|FILE",
+        "--device", dest="sim_device", required=True, metavar="NAME|FILE",
         help="a device, or a file that penstock sim calibrate has written",
     )  # fmt: skip
     parser.add_argument("--spec", metavar="NAME", help="a built-in model instead of --model (default: llama-3.1-8b)")
@@ -91,10 +91,10 @@ def _target(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"degrees: {args.degrees!r} must be whole numbers with commas, such as 1,2,4", field="degrees"
         )
-    if is_calibration(args.simulated_device):
-        measured = load(args.simulated_device)
+    if is_calibration(args.sim_device):
+        measured = load(args.sim_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
-            check_spec(measured, find_model(args)[0], args.simulated_device)
+            check_spec(measured, find_model(args)[0], args.sim_device)
         return SearchTarget(measured.spec, measured.model, given, measured, args.devices, degrees)
     spec, name = find_model(args)
-    return SearchTarget(spec, name, given, find_device(args.simulated_device), args.devices, degrees)
+    return SearchTarget(spec, name, given, find_device(args.sim_device), args.devices, degrees)

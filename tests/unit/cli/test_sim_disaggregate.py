@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import build_parser
+from penstock.config.load import given_by
 from tests.command import penstock
 
 TRACE = "synthetic:poisson?rate=16&requests=40&prompt=1500&output=12"
@@ -52,3 +54,9 @@ def test_what_makes_no_sense_is_said(more: tuple[str, ...], says: str) -> None:
     done = penstock(*USUAL, *more)
     assert done.returncode != 0
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("kind", [[], ["search", "--latency", "1"], ["disaggregate", "--ttft-slo-s", "1", "--tpot-slo-s", "1"]])
+def test_the_device_of_a_simulation_is_no_setting_of_its_engines(kind: list[str]) -> None:
+    args = build_parser().parse_args(["sim", *kind, "--device", "a100-80g"])
+    assert given_by(args) == {}
