@@ -56,7 +56,7 @@ def test_what_makes_no_sense_is_said(more: tuple[str, ...], says: str) -> None:
     assert says in done.stderr
 
 
-@pytest.mark.parametrize("kind", [[], ["search", "--latency", "1"], ["disaggregate", "--ttft-slo-s", "1", "--tpot-slo-s", "1"]])
+@pytest.mark.parametrize("kind", [[], ["search", "--latency", "1"], ["disaggregate", "--devices", "2"]])
 def test_the_device_of_a_simulation_is_no_setting_of_its_engines(kind: list[str]) -> None:
     args = build_parser().parse_args(["sim", *kind, "--device", "a100-80g"])
     assert given_by(args) == {}
