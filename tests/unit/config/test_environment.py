@@ -24,7 +24,7 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_selector_config": {"sinks": 4}, "kv_events_config": {"enable_kv_cache_events": True},
     "rope_scaling": {"factor": 2.0, "rope_type": "linear"}, "seed": 5,
     "gpu_memory_utilization": 0.25, "threads": 3, "port": 9000, "probe_port": 9001,
-    "cudagraph_capture_sizes": "1,8",
+    "cudagraph_capture_sizes": "1,8", "data_parallel_size_local": 1,
 }  # fmt: skip
 """Where no value that is made up would do."""
 
