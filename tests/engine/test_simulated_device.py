@@ -55,9 +55,10 @@ def test_a_device_of_a_data_sheet_plans_its_own_memory() -> None:
     llm = LLM(model="nano", simulated_device="h100-sxm")
     assert llm.engine.plan.max_num_seqs == 256
     assert llm.engine.plan.kv_bytes > 1 << 30
-    (out,) = llm.generate(["x"], SamplingParams(max_tokens=4, prompt_logprobs=0))
+    (out,) = llm.generate(["a longer text than one token"], SamplingParams(max_tokens=4, prompt_logprobs=0))
     assert len(out.outputs[0].token_ids) == 4
     assert out.prompt_logprobs is not None
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids), "none for the token that follows the prompt"
 
 
 def test_engines_have_a_device_each_wherever_they_are() -> None:

@@ -12,7 +12,15 @@ import msgspec
 
 from penstock.base.clock import Clock, VirtualClock
 from penstock.base.errors import InputError, UnsupportedError
-from penstock.core.batch import Pooled, PromptLogprobs, Sampled, SchedulerOutput, StepOutput, TokenLogprobs
+from penstock.core.batch import (
+    Pooled,
+    PromptLogprobs,
+    Sampled,
+    ScheduledRow,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
 from penstock.core.protocols import StepTimer
 from penstock.core.weight_swap import WeightFacts
 from penstock.executor.rank import Rank
@@ -50,6 +58,7 @@ class PacedRank(Rank):
         ids = [i for i in range(first, min(first + _NUM, vocab_size)) if i not in never]
         self._sim.ids = ids or list(range(vocab_size))
         self._vector = bytes(vector_bytes)
+        self._prompt_len: dict[int, int] = {}
         self._tells: set[int] = set()
         """Sequences whose log-probabilities are asked for."""
 
@@ -62,11 +71,7 @@ class PacedRank(Rank):
         told = msgspec.structs.replace(
             result,
             sampled=[self._with_logprobs(sampled) for sampled in result.sampled],
-            prompt_logprobs=[
-                PromptLogprobs(row.seq_id, row.start + 1, [self._sure(0)] * row.num_tokens)
-                for row in output.scheduled
-                if row.prompt_logprobs_from >= 0
-            ],
+            prompt_logprobs=[self._of_prompt(row) for row in output.scheduled if row.prompt_logprobs_from >= 0],
             pooled=[Pooled(row.seq_id, self._vector) for row in output.scheduled if row.pooling],
         )
         self._clock.wait_until(began_s + self._virtual.now() - before_s)
@@ -74,10 +79,20 @@ class PacedRank(Rank):
 
     def _know(self, output: SchedulerOutput) -> None:
         for fork in output.forked:
+            self._prompt_len[fork.child_id] = self._prompt_len[fork.parent_id]
             if fork.parent_id in self._tells:
                 self._tells.add(fork.child_id)
         self._tells.difference_update(output.removed)
+        for seq_id in output.removed:
+            self._prompt_len.pop(seq_id, None)
+        self._prompt_len.update((row.seq_id, row.prompt_len) for row in output.added)
         self._tells.update(row.seq_id for row in output.added if row.rules.num_logprobs >= 0)
+
+    def _of_prompt(self, row: ScheduledRow) -> PromptLogprobs:
+        """Each position tells of the token behind it; the last one's is no prompt token."""
+        first = max(row.start, row.prompt_logprobs_from)
+        end = min(row.start + row.num_tokens, self._prompt_len[row.seq_id] - 1)
+        return PromptLogprobs(row.seq_id, first + 1, [self._sure(0)] * max(0, end - first))
 
     def _with_logprobs(self, sampled: Sampled) -> Sampled:
         if sampled.seq_id not in self._tells:
