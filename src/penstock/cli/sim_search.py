@@ -9,6 +9,8 @@ from typing import Any
 from penstock.cli.sim_output import check_folders, write
 from penstock.cli.sim_workload import add_workload, count, find_model, positive, workload_of
 
+SCHEDULES = ("chunked", "apart", "placed")
+
 
 def add_arguments(kinds: Any) -> None:
     """Mutates `kinds`, the subparsers of `penstock sim`."""
@@ -28,6 +30,14 @@ def add_arguments(kinds: Any) -> None:
     parser.add_argument(
         "--degrees", default="1", metavar="LIST", help="devices that share one engine's layers: 1,2,4 (default: 1)"
     )
+    parser.add_argument(
+        "--schedules", default=",".join(SCHEDULES), metavar="LIST",
+        help="of chunked (prompts beside tokens), apart (in turns), placed (on devices of their own); default: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", type=positive, default=25e9, metavar="BYTES/S",
+        help="of an engine to the memory by which keys and values go from device to device (default: 25e9)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")
     add_workload(parser)
     add_engine_arguments(parser)
@@ -41,7 +51,7 @@ def search(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.report.tables import table
-    from penstock.sim.search_run import find, latency_of, replay
+    from penstock.sim.search_run import find, latency_of, rate_of, replay
 
     check_folders(args.json)
     workload = workload_of(args)
@@ -52,24 +62,33 @@ def search(args: argparse.Namespace) -> int:
     best = found.best
     assert best is not None
     played = replay(target, best, workload, truncate=args.truncate)
-    rate = len(played.requests) / played.span_s * (target.devices // best.degree)
+    rate = rate_of(target, best, played)
     latency_s = latency_of(played)
     shown = table(("", "cost model", "simulated"), title=f"{workload.description}, within {args.latency:g} s", box=True)
     shown.add_row("requests/s", f"{best.requests_per_s:.4g}", f"{rate:.4g}")
     shown.add_row("latency p99, s", f"{best.latency_s:.4g}", f"{latency_s:.4g}")
     console = Console()
     console.print(shown)
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.settings.items())
-    console.print(f"{target.devices // best.degree} engine(s) of {best.degree} device(s) each: {flags}", soft_wrap=True)
+    if best.prompt_engines:
+        console.print(
+            _line("for prompts", best.prompt_engines, best.prompt_degree, best.prompt_settings), soft_wrap=True
+        )
+    what = "for tokens" if best.prompt_engines else best.schedule
+    console.print(_line(what, best.engines, best.degree, best.settings), soft_wrap=True)
     console.print(f"the cost model was asked {found.num_evaluated} times")
     if args.json is not None:
         simulated = {"requests_per_s": rate, "latency_s": latency_s}
-        report = {"best": asdict(best), "settings": best.settings, "simulated": simulated, "asked": found.num_evaluated}
+        report = {"best": asdict(best), "settings": best.settings, "asked": found.num_evaluated, "simulated": simulated}
         write(args.json, json.dumps(report, indent=1) + "\n")
     if latency_s > args.latency:
         console.print("the simulation does not meet the latency: its lengths are not what the cost model expects")
         return 1
     return 0
+
+
+def _line(what: str, engines: int, degree: int, settings: dict[str, object]) -> str:
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    return f"{engines} engine(s) of {degree} device(s) each, {what}: {flags}"
 
 
 def _target(args: argparse.Namespace) -> Any:
@@ -91,10 +110,14 @@ def _target(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"degrees: {args.degrees!r} must be whole numbers with commas, such as 1,2,4", field="degrees"
         )
+    schedules = tuple(dict.fromkeys(part.strip() for part in args.schedules.split(",")))
+    if unknown := [name for name in schedules if name not in SCHEDULES]:
+        raise ConfigError(f"schedules: {unknown[0]!r} is none of {', '.join(SCHEDULES)}", field="schedules")
     if is_calibration(args.sim_device):
         measured = load(args.sim_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
             check_spec(measured, find_model(args)[0], args.sim_device)
-        return SearchTarget(measured.spec, measured.model, given, measured, args.devices, degrees)
+        own = tuple(name for name in schedules if name != "placed") or schedules
+        return SearchTarget(measured.spec, measured.model, given, measured, args.devices, degrees, schedules=own)
     spec, name = find_model(args)
-    return SearchTarget(spec, name, given, find_device(args.sim_device), args.devices, degrees)
+    return SearchTarget(spec, name, given, find_device(args.sim_device), args.devices, degrees, args.link, schedules)

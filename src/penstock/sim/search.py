@@ -1,10 +1,10 @@
 """Which batch, chunk and tensor degree give most within a latency, from lengths alone: a branch and bound.
 
-Sequences' lengths are a distribution, requests are never short, and a schedule is one of two. `chunked` (the policy
-`fcfs`): every step has up to `num_seqs` decodes and up to `chunk` tokens of prompts beside them. `apart` (the policy
-`prefill-first`): steps of prompts, up to `chunk` tokens, and steps of decodes take turns; who decodes waits for the
-former. With P tokens of prompt and N of output on average, b sequences, c tokens of prompts a step, and T(.) seconds of
-a step:
+Sequences' lengths are a distribution, and requests are never short. Two schedules have engines that do all: `chunked`
+(the policy `fcfs`): every step has up to `num_seqs` decodes and up to `chunk` tokens of prompts beside them. `apart`
+(the policy `prefill-first`): steps of prompts, up to `chunk` tokens, and steps of decodes take turns; who decodes waits
+for the former. The third is in `sim.search_placed`. With P tokens of prompt and N of output on average, b sequences, c
+tokens of prompts a step, and T(.) seconds of a step:
 
     chunked   requests/s = r / T(r N decodes, r P tokens),   r = min(b / (N + P/c), c / P) requests a step
               latency    = (ceil(P'/c) + 1 + N') T(b decodes, c tokens)
@@ -17,17 +17,17 @@ more requests/s than the largest r over the smallest T, nor a shorter latency th
 that cannot meet the latency, or cannot beat what is found by more than `GAP`, is dropped; others are cut in two.
 
 Source: ExeGPT, arXiv 2404.07947, sections 4 and 5 (search by monotonicity under a latency bound; round-robin
-allocation is `apart`). Its allocation of encoding and decoding to different devices, and tensor parallelism of a part
-of them, are not here.
+allocation is `apart`; its workload-aware allocation, with a tensor degree for each phase, is `sim.search_placed`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil, inf, sqrt
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -42,7 +42,12 @@ from penstock.sim.workload import Workload
 
 GAP = 0.02
 """What is found is at most this much below the best."""
-POLICIES = {"chunked": "fcfs", "apart": "prefill-first"}
+PLACED = "placed"
+POLICIES = {"chunked": "fcfs", "apart": "prefill-first", PLACED: "fcfs"}
+DECODE_BUDGET = 2048
+"""Tokens of a step of an engine that makes tokens: it computes of prompts only what fills no block."""
+MOST_PROMPTS = 64
+"""Sequences of an engine for prompts: those whose blocks are on their way are among them."""
 _ALLREDUCE_S = 1e-5
 _LONG = 2.33
 """Standard deviations above the mean that a sum of contexts stays below, 99 times in 100."""
@@ -80,7 +85,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Point:
-    """A setting: `max_num_seqs`, tokens of prompts in a step, and what the cost model says. Units: seconds."""
+    """A setting: `max_num_seqs`, tokens of prompts in a step, and what the cost model says. Units: seconds.
+    `engines` of `degree` devices each; `prompt_engines` are besides, for prompts alone."""
 
     schedule: str
     degree: int
@@ -88,15 +94,26 @@ class Point:
     chunk: int
     requests_per_s: float
     latency_s: float
+    engines: int = 1
+    prompt_engines: int = 0
+    prompt_degree: int = 0
 
     @property
     def settings(self) -> dict[str, object]:
-        """As an engine takes them."""
+        """As an engine takes them; one that makes tokens, where there are others for prompts."""
         budget = self.chunk + (self.num_seqs if self.schedule == "chunked" else 0)
+        if self.prompt_engines:
+            budget = DECODE_BUDGET
         return {
             "scheduling_policy": POLICIES[self.schedule], "max_num_seqs": self.num_seqs,
             "max_num_batched_tokens": max(budget, self.num_seqs),
         }  # fmt: skip
+
+    @property
+    def prompt_settings(self) -> dict[str, object]:
+        """The same of an engine for prompts."""
+        most = max(1, self.chunk)
+        return {"scheduling_policy": "fcfs", "max_num_seqs": min(most, MOST_PROMPTS), "max_num_batched_tokens": most}
 
 
 @dataclass(frozen=True)
@@ -109,21 +126,45 @@ class Searched:
     fastest_s: float
 
 
+class Searchable(Protocol):
+    """Schedules of some engines. `most_seqs`: sequences of one that its memory has room for."""
+
+    schedules: Sequence[str]
+    most_seqs: int
+
+    def point(self, schedule: str, num_seqs: int, chunk: int) -> Point: ...
+
+    def bounds(self, schedule: str, seqs: tuple[int, int], chunk: tuple[int, int]) -> tuple[float, float]:
+        """(requests/s that no point of the box exceeds, seconds that none is below); exact if it is one point."""
+        ...
+
+
 class Schedules:
     """The formulas above for one timer. `engines`: how many of them share the requests."""
 
-    def __init__(self, lengths: Lengths, timer: StepTimer, *, degree: int = 1, engines: int = 1) -> None:
+    schedules: Sequence[str] = ("chunked", "apart")
+
+    def __init__(
+        self, lengths: Lengths, timer: StepTimer, *, degree: int = 1, engines: int = 1, most_seqs: int = 1
+    ) -> None:  # fmt: skip
         self.lengths, self._timer, self.degree, self.engines = lengths, timer, degree, engines
+        self.most_seqs = most_seqs
 
     def point(self, schedule: str, num_seqs: int, chunk: int) -> Point:
         rate, latency_s = self.bounds(schedule, (num_seqs, num_seqs), (chunk, chunk))
-        return Point(schedule, self.degree, num_seqs, chunk, rate, latency_s)
+        return Point(schedule, self.degree, num_seqs, chunk, rate, latency_s, self.engines)
 
     def bounds(self, schedule: str, seqs: tuple[int, int], chunk: tuple[int, int]) -> tuple[float, float]:
         """(requests/s that no point of the box exceeds, seconds that none is below); exact if it is one point."""
         of = self._chunked if schedule == "chunked" else self._apart
         rate, latency_s = of(seqs, chunk)
         return rate * self.engines, latency_s
+
+    def shared_by(self, engines: int) -> Schedules:
+        """The same with so many engines."""
+        return Schedules(
+            self.lengths, self._timer, degree=self.degree, engines=engines, most_seqs=self.most_seqs
+        )  # fmt: skip
 
     def _chunked(self, seqs: tuple[int, int], chunk: tuple[int, int]) -> tuple[float, float]:
         n, (b, b1), (c, c1) = self.lengths, seqs, chunk
@@ -132,19 +173,19 @@ class Schedules:
             return min(b / (n.output + n.prompt / c), c / n.prompt)
 
         low = requests(b, c)
-        step_s = self._step_s(low * n.output, low * n.prompt, long=False)
-        full_s = self._step_s(b, c, long=True)
+        step_s = self.step_s(low * n.output, low * n.prompt, long=False)
+        full_s = self.step_s(b, c, long=True)
         return requests(b1, c1) / step_s, (ceil(n.long_prompt / c1) + 1 + n.long_output) * full_s
 
     def _apart(self, seqs: tuple[int, int], chunk: tuple[int, int]) -> tuple[float, float]:
         n, (b, b1), (c, c1) = self.lengths, seqs, chunk
-        prompts_s, decodes_s = self._step_s(0, c, long=False), self._step_s(b, 0, long=False)
+        prompts_s, decodes_s = self.step_s(0, c, long=False), self.step_s(b, 0, long=False)
         rate = 1 / (n.prompt / c1 * prompts_s + n.output / b1 * decodes_s)
-        full_s, late_s = self._step_s(0, c, long=True), self._step_s(b, 0, long=True)
+        full_s, late_s = self.step_s(0, c, long=True), self.step_s(b, 0, long=True)
         others = ceil(n.long_output * b / n.output) * (n.prompt / c1 + 1)
         return rate, (ceil(n.long_prompt / c1) + 1 + others) * full_s + n.long_output * late_s
 
-    def _step_s(self, decodes: float, prompt_tokens: float, *, long: bool) -> float:
+    def step_s(self, decodes: float, prompt_tokens: float, *, long: bool) -> float:
         """Of a step with so many decodes and tokens of one prompt, at mean contexts or long ones."""
         n = self.lengths
         context = decodes * n.context + (_LONG * sqrt(decodes) * n.context_sd if long else 0.0)
@@ -159,27 +200,24 @@ class Schedules:
         return self._timer.step_s(shape)
 
 
-def search(
-    every: Sequence[Schedules], latency_s: float, *, max_num_seqs: Callable[[int], int], max_chunk: int,
-    schedules: Sequence[str] = tuple(POLICIES), step: int = 16,
-) -> Searched:  # fmt: skip
+def search(every: Sequence[Searchable], latency_s: float, *, max_chunk: int, step: int = 16) -> Searched:
     """The point with most requests/s whose latency is at most `latency_s`, within GAP of the best there is.
 
-    `every`: one for each tensor degree. `max_num_seqs` says how many sequences fit at a degree. Chunks are multiples of
-    `step`. Best-first: the box that promises most is looked at next.
+    `every`: one for each layout of the devices. Chunks are multiples of `step`. Best-first: the box that promises most
+    is looked at next.
     """
     best: Point | None = None
     asked, fastest_s, ties = 0, inf, count()
-    boxes: list[tuple[float, int, Schedules, str, tuple[int, int], tuple[int, int]]] = []
+    boxes: list[tuple[float, int, Searchable, str, tuple[int, int], tuple[int, int]]] = []
 
-    def consider(of: Schedules, schedule: str, seqs: tuple[int, int], chunks: tuple[int, int]) -> None:
+    def consider(of: Searchable, schedule: str, seqs: tuple[int, int], chunks: tuple[int, int]) -> None:
         nonlocal asked
         rate, least_s = of.bounds(schedule, seqs, (chunks[0] * step, chunks[1] * step))
         asked += 1
         if least_s <= latency_s:
             heapq.heappush(boxes, (-rate, next(ties), of, schedule, seqs, chunks))
 
-    def measure(of: Schedules, schedule: str, num_seqs: int, chunk: int) -> None:
+    def measure(of: Searchable, schedule: str, num_seqs: int, chunk: int) -> None:
         nonlocal best, asked
         found = of.point(schedule, num_seqs, chunk * step)
         asked += 1
@@ -188,9 +226,9 @@ def search(
 
     most = max(1, max_chunk // step)
     for of in every:
-        for schedule in schedules:
+        for schedule in of.schedules:
             measure(of, schedule, 1, most)
-            consider(of, schedule, (1, max(1, max_num_seqs(of.degree))), (1, most))
+            consider(of, schedule, (1, max(1, of.most_seqs)), (1, most))
     while boxes:
         promised, _, of, schedule, seqs, chunks = heapq.heappop(boxes)
         if best is not None and -promised <= best.requests_per_s * (1 + GAP):
@@ -200,7 +238,7 @@ def search(
         for part in _halves(seqs, chunks):
             consider(of, schedule, *part)
     if best is None:  # a sequence alone waits for nobody: only the chunk is left to choose
-        alone = ((of, schedule, c) for of in every for schedule in schedules for c in range(1, most + 1))
+        alone = ((of, schedule, c) for of in every for schedule in of.schedules for c in range(1, most + 1))
         fastest_s = min(of.point(schedule, 1, c * step).latency_s for of, schedule, c in alone)
     return Searched(best, asked, fastest_s)
 
@@ -218,16 +256,13 @@ def _halves(
         yield (part, chunks) if wide[0] >= wide[1] else (seqs, part)
 
 
-def grid(
-    every: Sequence[Schedules], latency_s: float, *, max_num_seqs: Callable[[int], int], max_chunk: int,
-    schedules: Sequence[str] = tuple(POLICIES), step: int = 16,
-) -> Searched:  # fmt: skip
+def grid(every: Sequence[Searchable], latency_s: float, *, max_chunk: int, step: int = 16) -> Searched:
     """The same by asking about every point: what `search` is judged by."""
     points = [
         of.point(schedule, b, c * step)
         for of in every
-        for schedule in schedules
-        for b in range(1, max(1, max_num_seqs(of.degree)) + 1)
+        for schedule in of.schedules
+        for b in range(1, max(1, of.most_seqs) + 1)
         for c in range(1, max(1, max_chunk // step) + 1)
     ]
     good = [p for p in points if p.latency_s <= latency_s]
@@ -270,6 +305,15 @@ class TensorTimer:
     def copy_s(self, num_bytes: int) -> float:
         """Seconds to move so many bytes between device and host, one way."""
         return self._roofline.copy_s(num_bytes)
+
+
+def evenly(workload: Workload, requests_per_s: float) -> Workload:
+    """The same requests, one after the other at even distances."""
+    return replace(
+        workload,
+        source=lambda: (replace(r, arrival_s=i / requests_per_s) for i, r in enumerate(workload.source())),
+        has_times=True, description=f"{workload.description}; {requests_per_s:.3g} a second",
+    )  # fmt: skip
 
 
 def all_at_once(workload: Workload) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from penstock.base.errors import ConfigError, InputError
 from penstock.plan.devices import find_device
-from penstock.sim.search import GAP, Lengths, Schedules, TensorTimer, grid, search
-from penstock.sim.search_run import SearchTarget, find, latency_of, replay
+from penstock.sim.search import GAP, Lengths, Schedules, Searchable, TensorTimer, grid, search
+from penstock.sim.search_placed import Handover, PlacedSchedules, layouts
+from penstock.sim.search_run import SearchTarget, find, latency_of, rate_of, replay
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
 from penstock.sim.workload import Workload, from_list
@@ -21,6 +23,7 @@ from tests.command import penstock
 SPEC = find_spec("llama-3.1-8b")
 DEVICE = find_device("a100-80g")
 DEGREES = (1, 2, 4, 8)
+BOTH = ("chunked", "apart")
 
 
 def load(seed: int, *, prompt: int = 512, output: int = 128, n: int = 200, cv: float = 0.6) -> Workload:
@@ -28,19 +31,35 @@ def load(seed: int, *, prompt: int = 512, output: int = 128, n: int = 200, cv: f
     return synthetic(f"synthetic:poisson?rate=2&{lengths}", seed)
 
 
-def every(workload: Workload) -> list[Schedules]:
+def every(workload: Workload, most_seqs: int = 16) -> list[Schedules]:
+    """`most_seqs`: of each device."""
     lengths = Lengths.of(workload)
     return [
-        Schedules(lengths, TensorTimer(SPEC, DEVICE, d, dtype="bfloat16", kv_dtype=None), degree=d, engines=8 // d)
+        Schedules(
+            lengths, TensorTimer(SPEC, DEVICE, d, dtype="bfloat16", kv_dtype=None),
+            degree=d, engines=8 // d, most_seqs=most_seqs * d,
+        )
         for d in DEGREES
-    ]
+    ]  # fmt: skip
+
+
+def placed(workload: Workload, degrees: tuple[int, ...] = DEGREES, most_seqs: int = 16) -> list[PlacedSchedules]:
+    of = {one.degree: one for one in every(workload, most_seqs)}
+    link = Handover(131_072, 25e9, 16)
+    return [
+        PlacedSchedules(of[pd].shared_by(p), of[td].shared_by(t), link) for p, pd, t, td in layouts(8, degrees)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(512, 128), (64, 256)])
 @pytest.mark.parametrize("latency_s", [1.5, 3.0, 6.0, 20.0])
 def test_A17_the_search_is_within_5_percent_of_every_point(prompt: int, output: int, latency_s: float) -> None:
-    schedules = every(load(1, prompt=prompt, output=output))
-    room = {"max_num_seqs": lambda d: 16 * d, "max_chunk": 1024, "step": 64}
+    workload = load(1, prompt=prompt, output=output)
+    compare(every(workload), latency_s, max_chunk=1024, step=64)
+    compare(placed(workload, (1, 4)), latency_s, max_chunk=1024, step=128)
+
+
+def compare(schedules: Sequence[Searchable], latency_s: float, **room: int) -> None:
     found = search(schedules, latency_s, **room)
     best = grid(schedules, latency_s, **room)
     if best.best is None:
@@ -55,8 +74,8 @@ def test_A17_the_search_is_within_5_percent_of_every_point(prompt: int, output: 
 
 def test_A17_no_point_of_a_box_is_better_than_its_bound() -> None:
     rng = random.Random(5)
-    for of in every(load(2)):
-        for schedule in ("chunked", "apart"):
+    for of in (*every(load(2)), *placed(load(2))[::5]):
+        for schedule in of.schedules:
             for _ in range(40):
                 b, c = sorted(rng.sample(range(1, 200), 2)), sorted(rng.sample(range(16, 2048), 2))
                 rate, least_s = of.bounds(schedule, (b[0], b[1]), (c[0], c[1]))
@@ -66,10 +85,30 @@ def test_A17_no_point_of_a_box_is_better_than_its_bound() -> None:
                     assert point.latency_s >= least_s * (1 - 1e-9)
 
 
+def test_A17_layouts_use_all_devices_once() -> None:
+    found = list(layouts(4, (1, 2)))
+    assert len(found) == len(set(found))
+    assert all(p * pd + t * td == 4 and p and t for p, pd, t, td in found)
+    assert {(3, 1, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2), (1, 2, 1, 2)} <= set(found)
+
+
+@pytest.mark.parametrize(("prompt", "output", "latency_s"), [(512, 128, 3.0), (1500, 60, 1.0), (64, 256, 4.0)])
+def test_A17_devices_for_prompts_keep_the_latency_when_replayed(prompt: int, output: int, latency_s: float) -> None:
+    workload = load(4, prompt=prompt, output=output, n=200)
+    target = SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=8, degrees=(1, 2, 4), schedules=("placed",))
+    found = find(target, workload, latency_s).best
+    assert found is not None
+    assert found.prompt_engines * found.prompt_degree + found.engines * found.degree == 8
+    played = replay(target, found, workload)
+    assert len(played.requests) == 200
+    assert latency_of(played) <= latency_s
+    assert 0.5 * found.requests_per_s <= rate_of(target, found, played) <= 1.2 * found.requests_per_s
+
+
 @pytest.mark.parametrize(("seed", "latency_s"), [(1, 1.2), (1, 3.0), (2, 3.0), (2, 5.0)])
 def test_A17_the_latency_is_met_when_the_found_point_is_replayed(seed: int, latency_s: float) -> None:
     workload = load(seed, n=120)
-    target = SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=8, degrees=DEGREES)
+    target = SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=8, degrees=DEGREES, schedules=BOTH)
     found = find(target, workload, latency_s).best
     assert found is not None
     played = replay(target, found, workload)
@@ -83,8 +122,9 @@ def test_A17_the_latency_is_met_when_the_found_point_is_replayed(seed: int, late
 
 def test_a_looser_latency_gives_no_less_and_both_schedules_are_chosen() -> None:
     schedules = every(load(3))
-    room = {"max_num_seqs": lambda d: 64, "max_chunk": 1024}
-    found = [search(schedules, latency_s, **room).best for latency_s in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    for one in schedules:
+        one.most_seqs = 64
+    found = [search(schedules, latency_s, max_chunk=1024).best for latency_s in (1.0, 2.0, 4.0, 8.0, 16.0)]
     rates = [p.requests_per_s for p in found if p is not None]
     assert len(rates) == 5
     assert all(later >= earlier / (1 + GAP) for earlier, later in pairwise(rates))
