@@ -27,7 +27,7 @@ MOST_BUSY = 0.9
 
 
 @dataclass(frozen=True)
-class Handover:
+class HandoverLink:
     """`token_bytes` of keys and values; `bytes_per_s` of each engine's link; tokens of a block."""
 
     token_bytes: float
@@ -40,7 +40,7 @@ class PlacedSchedules:
 
     schedules: Sequence[str] = (PLACED,)
 
-    def __init__(self, prompts: Schedules, tokens: Schedules, link: Handover) -> None:
+    def __init__(self, prompts: Schedules, tokens: Schedules, link: HandoverLink) -> None:
         self.most_seqs = tokens.most_seqs
         self._prompts, self._tokens, self._link = prompts, tokens, link
 

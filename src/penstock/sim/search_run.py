@@ -37,7 +37,7 @@ from penstock.sim.search import (
     parallel,
     search,
 )  # fmt: skip
-from penstock.sim.search_placed import Handover, PlacedSchedules, layouts
+from penstock.sim.search_placed import HandoverLink, PlacedSchedules, layouts
 from penstock.sim.service import SimulatedService
 from penstock.sim.workload import Workload
 
@@ -100,7 +100,7 @@ def find(target: SearchTarget, workload: Workload, latency_s: float, *, most_seq
         token_bytes = sum(group.token_bytes(block_size) for group in plan.own_groups)
     every: list[Searchable] = list(of_degree.values())
     if PLACED in target.schedules:
-        link = Handover(token_bytes, target.link_bytes_per_s, block_size)
+        link = HandoverLink(token_bytes, target.link_bytes_per_s, block_size)
         every += [
             PlacedSchedules(of_degree[pd].shared_by(prompts), of_degree[td].shared_by(tokens), link)
             for prompts, pd, tokens, td in layouts(target.devices, target.degrees)

@@ -13,7 +13,7 @@ import pytest
 from penstock.base.errors import ConfigError, InputError
 from penstock.plan.devices import find_device
 from penstock.sim.search import GAP, Lengths, Schedules, Searchable, TensorTimer, grid, search
-from penstock.sim.search_placed import Handover, PlacedSchedules, layouts
+from penstock.sim.search_placed import HandoverLink, PlacedSchedules, layouts
 from penstock.sim.search_run import SearchTarget, find, latency_of, rate_of, replay
 from penstock.sim.specs import find_spec
 from penstock.sim.synthetic import synthetic
@@ -45,7 +45,7 @@ def every(workload: Workload, most_seqs: int = 16) -> list[Schedules]:
 
 def placed(workload: Workload, degrees: tuple[int, ...] = DEGREES, most_seqs: int = 16) -> list[PlacedSchedules]:
     of = {one.degree: one for one in every(workload, most_seqs)}
-    link = Handover(131_072, 25e9, 16)
+    link = HandoverLink(131_072, 25e9, 16)
     return [
         PlacedSchedules(of[pd].shared_by(p), of[td].shared_by(t), link) for p, pd, t, td in layouts(8, degrees)
     ]  # fmt: skip
