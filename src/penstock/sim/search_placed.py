@@ -10,8 +10,8 @@ times in 100 there is a place when a prompt is done:
 
 Its bounds of a box go by the same corners as those of the other two.
 
-Source: ExeGPT, arXiv 2404.07947, section 4.2 (workload-aware allocation) and 4.3 (partial tensor parallelism: of one
-phase's devices and not the other's).
+Source: ExeGPT, arXiv 2404.07947, section 4 (workload-aware allocation; tensor parallelism of a part of the devices,
+here of one phase's and not the other's).
 """
 
 from __future__ import annotations

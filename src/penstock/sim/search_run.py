@@ -105,6 +105,12 @@ def find(target: SearchTarget, workload: Workload, latency_s: float, *, most_seq
             PlacedSchedules(of_degree[pd].shared_by(prompts), of_degree[td].shared_by(tokens), link)
             for prompts, pd, tokens, td in layouts(target.devices, target.degrees)
         ]
+    if not any(one.schedules for one in every):
+        raise ConfigError(
+            f"schedules: placed needs engines for prompts and for tokens, and degrees of {target.degrees} leave "
+            f"room for one on {target.devices} devices; use smaller degrees or more devices",
+            field="schedules",
+        )
     found = search(every, latency_s, max_chunk=most_chunk, step=CHUNK)
     if found.best is None:
         raise InputError(

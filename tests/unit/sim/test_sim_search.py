@@ -140,6 +140,10 @@ def test_what_cannot_be_is_said_with_what_can() -> None:
         find(SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=4, degrees=(3,)), load(1), 5.0)
     with pytest.raises(ConfigError, match="3 does not divide the 32 attention heads"):
         find(SearchTarget(SPEC, "llama-3.1-8b", {}, DEVICE, devices=3, degrees=(3,)), load(1), 5.0)
+    for devices, said in ((1, "at least 2 --devices"), (2, "one on 2 devices")):
+        alone = SearchTarget(SPEC, "x", {}, DEVICE, devices=devices, degrees=(devices,), schedules=("placed",))
+        with pytest.raises(ConfigError, match=said):
+            find(alone, load(1), 5.0)
     with pytest.raises(InputError, match="no requests"):
         Lengths.of(from_list("none", []))
 
@@ -159,6 +163,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("--latency", "5", "--max-num-seqs", "3"), "the search decides it"),
         (("--latency", "5", "--degrees", "x"), "must be whole numbers"),
         (("--latency", "5", "--degrees", "4"), "does not divide"),
+        (("--latency", "5", "--schedules", "x"), "is none of chunked, apart, placed"),
     ):
         done = penstock(*args, *wrong)
         assert done.returncode == 1
