@@ -71,14 +71,13 @@ def wait(client: openai.OpenAI, batch_id: str, until: Callable[[Batch], bool]) -
 def let_in(few: int, patch: pytest.MonkeyPatch) -> None:
     """Servers in this process take so many lines of batches, and then no more: however slow whoever looks is, a batch
     that is longer has not ended when they act."""
-    is_open, enter, entered = EngineGate.is_open, EngineGate.enter, itertools.count(1)
+    enter, entered = EngineGate.enter, itertools.count(1)
 
     async def counted(gate: EngineGate) -> None:
         await enter(gate)
         if next(entered) >= few:
             patch.setattr(EngineGate, "is_open", lambda _: False)
 
-    patch.setattr(EngineGate, "is_open", is_open)
     patch.setattr(EngineGate, "enter", counted)
 
 
@@ -186,7 +185,7 @@ def test_cancelling_keeps_what_is_done_and_frees_the_rest(
     assert batch.cancelled_at is not None
     assert batch.request_counts is not None
     done = results(client, batch.output_file_id)
-    assert 3 <= len(done) == batch.request_counts.completed < 400
+    assert 3 <= len(done) == batch.request_counts.completed <= 30
     assert max(Counter(x["custom_id"] for x in done).values()) == 1
     assert server.server is not None
     deadline = time.monotonic() + 60

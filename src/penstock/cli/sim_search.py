@@ -9,8 +9,6 @@ from typing import Any
 from penstock.cli.sim_output import check_folders, write
 from penstock.cli.sim_workload import add_workload, count, find_model, positive, workload_of
 
-SCHEDULES = ("chunked", "apart", "placed")
-
 
 def add_arguments(kinds: Any) -> None:
     """Mutates `kinds`, the subparsers of `penstock sim`."""
@@ -31,8 +29,9 @@ def add_arguments(kinds: Any) -> None:
         "--degrees", default="1", metavar="LIST", help="devices that share one engine's layers: 1,2,4 (default: 1)"
     )
     parser.add_argument(
-        "--schedules", default=",".join(SCHEDULES), metavar="LIST",
-        help="of chunked (prompts beside tokens), apart (in turns), placed (on devices of their own); default: all",
+        "--schedules", metavar="LIST",
+        help="of chunked (prompts beside tokens), apart (in turns), placed (on devices of their own); "
+        "default: all that the device can have",
     )  # fmt: skip
     parser.add_argument(
         "--link", type=positive, default=25e9, metavar="BYTES/S",
@@ -96,6 +95,7 @@ def _target(args: argparse.Namespace) -> Any:
     from penstock.config.load import given_by
     from penstock.plan.calibrated import check_spec, is_calibration, load
     from penstock.plan.devices import find_device
+    from penstock.sim.search import PLACED, POLICIES
     from penstock.sim.search_run import SearchTarget
 
     given = {name: one.value for name, one in given_by(args).items() if name != "model"}
@@ -110,14 +110,25 @@ def _target(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"degrees: {args.degrees!r} must be whole numbers with commas, such as 1,2,4", field="degrees"
         )
-    schedules = tuple(dict.fromkeys(part.strip() for part in args.schedules.split(",")))
-    if unknown := [name for name in schedules if name not in SCHEDULES]:
-        raise ConfigError(f"schedules: {unknown[0]!r} is none of {', '.join(SCHEDULES)}", field="schedules")
     if is_calibration(args.sim_device):
         measured = load(args.sim_device)
         if getattr(args, "model", None) is not None or args.spec is not None:
             check_spec(measured, find_model(args)[0], args.sim_device)
-        own = tuple(name for name in schedules if name != "placed") or schedules
+        own = _schedules(args.schedules, tuple(name for name in POLICIES if name != PLACED))
         return SearchTarget(measured.spec, measured.model, given, measured, args.devices, degrees, schedules=own)
     spec, name = find_model(args)
+    schedules = _schedules(args.schedules, tuple(POLICIES))
     return SearchTarget(spec, name, given, find_device(args.sim_device), args.devices, degrees, args.link, schedules)
+
+
+def _schedules(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ConfigError."""
+    from penstock.base.errors import ConfigError
+    from penstock.sim.search import POLICIES
+
+    if text is None:
+        return default
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise ConfigError(f"schedules: {unknown[0]!r} is none of {', '.join(POLICIES)}", field="schedules")
+    return names

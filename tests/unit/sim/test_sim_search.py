@@ -24,6 +24,7 @@ SPEC = find_spec("llama-3.1-8b")
 DEVICE = find_device("a100-80g")
 DEGREES = (1, 2, 4, 8)
 BOTH = ("chunked", "apart")
+ROOT = Path(__file__).parents[3]
 
 
 def load(seed: int, *, prompt: int = 512, output: int = 128, n: int = 200, cv: float = 0.6) -> Workload:
@@ -146,6 +147,18 @@ def test_what_cannot_be_is_said_with_what_can() -> None:
             find(alone, load(1), 5.0)
     with pytest.raises(InputError, match="no requests"):
         Lengths.of(from_list("none", []))
+
+
+def test_a_measured_machine_is_searched_without_devices_for_prompts_and_asking_for_them_is_refused() -> None:
+    steps = str(ROOT / "benchmarks/results/steps-2026-11-27.json")
+    trace = "synthetic:poisson?rate=2&prompt=64&output=16&requests=10"
+    args = ("sim", "search", "--trace", trace, "--device", steps, "--latency", "20")
+    done = penstock(*args)
+    assert done.returncode == 0, done.stderr
+    assert "for prompts" not in done.stdout
+    done = penstock(*args, "--schedules", "placed,apart")
+    assert done.returncode == 1
+    assert "placed needs several devices, and step times are of one machine" in done.stderr
 
 
 def test_the_command(tmp_path: Path) -> None:
